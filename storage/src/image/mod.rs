@@ -1,0 +1,48 @@
+//! The image: one file that holds a guest.
+//!
+//! ```text
+//! 0            superblock, first copy      4 KiB: what this is, its state, where all lies, CRC-32
+//! 4 KiB        superblock, second copy     see `superblock` for what the two are to each other
+//! 2 MiB        RAM block 0, raw            every block from a multiple of 2 MiB on, to be mapped;
+//!              RAM block 1, raw            zeros and holes of the guest are holes of the file
+//!              ...
+//! 4 KiB steps  chunk table                 per MiB of RAM: zero or data, CRC-32
+//!              device state                QEMU's migration stream, normalized: without RAM
+//!              manifest                    JSON: what is known about the guest
+//! ```
+//!
+//! What is guaranteed:
+//!
+//! * **There is no half image.** It is written under a hidden name and gets its own in one step,
+//!   after all of it is on the disk. Whoever writes and gives up leaves nothing.
+//! * **Nothing that failed a check is handed on.** Every byte is under a CRC-32; lengths are
+//!   checked against limits and the file before anything is allocated or parsed.
+//! * **An image wakes once.** Its state says how far that went ([`ImageState`]); a change is
+//!   durable before it is acknowledged, and no damage to one place brings an older state back.
+//! * **One owner.** Writing, waking and replacing hold an exclusive `flock`; looking needs none.
+
+mod chunks;
+mod error;
+mod layout;
+pub mod manifest;
+mod pages;
+mod partial;
+mod reader;
+mod sealed;
+mod state;
+mod superblock;
+mod verify;
+mod workers;
+mod writer;
+
+pub use chunks::TableError;
+pub use error::{Corruption, ImageError, Mismatch, TornBecause};
+pub use layout::{BlockPlacement, BlockSize, Layout, LayoutError};
+pub use manifest::Manifest;
+pub use pages::Pages;
+pub use reader::{Image, Usage};
+pub use sealed::SealedImage;
+pub use state::ImageState;
+pub use superblock::FORMAT_VERSION;
+pub use verify::Verified;
+pub use writer::{CreateOptions, ImageWriter, MemoryWritten};

@@ -1,0 +1,442 @@
+//! Reading an image, and telling its state.
+//!
+//! Opening checks all that can be checked without reading RAM: the superblock, every bound against
+//! the file's length, the checksums of chunk table and manifest. RAM is checked chunk by chunk when
+//! it is read; nothing that failed its checksum is ever handed on.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use uuid::Uuid;
+
+use super::chunks::{Chunk, ChunkContent, ChunkTable};
+use super::error::{Corruption, ImageError, Mismatch, TornBecause};
+use super::layout::{BlockPlacement, Layout};
+use super::manifest::Manifest;
+use super::pages::Pages;
+use super::partial::{leads_to, lock};
+use super::sealed::allocated;
+use super::state::ImageState;
+use super::superblock::{Area, COPY_BYTES, COPY_OFFSETS, FORMAT_VERSION, Superblock, Superblocks};
+use super::workers::for_each_chunk;
+use crate::memory::MemoryError;
+use crate::sys::{AlignedBuf, DirectFile};
+use crate::{ByteCount, MemoryFile, Page, Recording, Run};
+
+/// What an image holds and takes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Usage {
+    /// RAM that is written in it.
+    pub data: ByteCount,
+    /// RAM that was zero and is not.
+    pub zero: ByteCount,
+    /// Length of the device state.
+    pub device_state: ByteCount,
+    /// Space that the file takes on the disk.
+    pub allocated: ByteCount,
+}
+
+/// An image that was opened.
+#[derive(Debug)]
+pub struct Image {
+    file: File,
+    direct: DirectFile,
+    path: PathBuf,
+    locked: bool,
+    superblock: Superblock,
+    /// Which of the two copies the superblock came from.
+    copy: usize,
+    table: ChunkTable,
+    manifest: Manifest,
+}
+
+impl Image {
+    /// Opens an image for reading. No lock is taken: looking at an image that is in use is fine.
+    ///
+    /// # Errors
+    ///
+    /// [`ImageError::NotAnImage`], [`ImageError::NewerFormat`], [`ImageError::Torn`] and
+    /// [`ImageError::Corrupt`] tell what the file is instead; [`ImageError::Io`] if the system
+    /// refuses.
+    pub fn open(path: &Path) -> Result<Self, ImageError> {
+        let file = File::open(path).map_err(|source| ImageError::io("open", path, source))?;
+        Self::read(file, path, false)
+    }
+
+    /// Opens an image for waking or changing its state, and locks it for as long as this value
+    /// lives.
+    ///
+    /// # Errors
+    ///
+    /// [`ImageError::Locked`] if somebody else has it, and those of [`Image::open`].
+    pub fn open_locked(path: &Path) -> Result<Self, ImageError> {
+        let file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .open(path)
+            .map_err(|source| ImageError::io("open", path, source))?;
+        lock(&file, path)?;
+        // Between the open and the lock another image may have taken the name.
+        if !leads_to(path, &file) {
+            return Err(ImageError::Locked {
+                path: path.to_owned(),
+            });
+        }
+        Self::read(file, path, true)
+    }
+
+    /// Id of the image.
+    pub fn id(&self) -> Uuid {
+        self.superblock.id
+    }
+
+    /// State of the image, as it was when it was opened or marked.
+    pub fn state(&self) -> ImageState {
+        self.superblock.state
+    }
+
+    /// What is known about the guest in it.
+    pub fn manifest(&self) -> &Manifest {
+        &self.manifest
+    }
+
+    /// Where its RAM blocks lie; they can be mapped from there.
+    pub fn layout(&self) -> &Layout {
+        &self.table.layout
+    }
+
+    /// Where it is.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// What it holds and takes.
+    ///
+    /// # Errors
+    ///
+    /// [`ImageError::Io`] if the system refuses.
+    pub fn usage(&self) -> Result<Usage, ImageError> {
+        let (mut data, mut zero) = (ByteCount::ZERO, ByteCount::ZERO);
+        for chunk in self.table.chunks.iter().flatten() {
+            match chunk.content {
+                ChunkContent::Zero => zero += ByteCount(chunk.length.into()),
+                ChunkContent::Data { .. } => data += ByteCount(chunk.length.into()),
+            }
+        }
+        let allocated = allocated(&self.file)
+            .map_err(|source| ImageError::io("look at", &self.path, source))?;
+        Ok(Usage {
+            data,
+            zero,
+            device_state: ByteCount(self.superblock.device_state.length),
+            allocated,
+        })
+    }
+
+    /// The device state, checked.
+    ///
+    /// # Errors
+    ///
+    /// [`ImageError::Corrupt`] if it is not what was written, [`ImageError::Io`] if the system
+    /// refuses.
+    pub fn device_state(&self) -> Result<Recording, ImageError> {
+        let stream = read_area(
+            &self.file,
+            &self.path,
+            "device state",
+            self.superblock.device_state,
+        )?;
+        Recording::parse(&stream)
+            .map_err(|source| ImageError::corrupt(&self.path, Corruption::DeviceState(source)))
+    }
+
+    /// Every page, zeros too, of the blocks that are not in `except`, checked as a whole before any
+    /// is handed out: for [`write_precopy`](crate::write_precopy) beside RAM that is mapped or
+    /// filled. Their block indexes are those of [`Image::device_state`].
+    ///
+    /// All pages are in memory at once; [`Image::pages`] is for blocks that are not small.
+    ///
+    /// # Errors
+    ///
+    /// [`ImageError::Corrupt`] if a chunk is not what was written, [`ImageError::Io`] if the system
+    /// refuses.
+    pub fn small_pages(&self, except: &[&str]) -> Result<Vec<Page<'static>>, ImageError> {
+        self.pages(except)?.collect()
+    }
+
+    /// As [`Image::small_pages`], but read chunk by chunk as they are asked for: for
+    /// [`try_write_precopy`](crate::try_write_precopy) into a guest whose RAM cannot be filled
+    /// otherwise.
+    ///
+    /// # Errors
+    ///
+    /// [`ImageError::Corrupt`] if the device state is not what was written, [`ImageError::Io`] if
+    /// the system refuses; each page can fail likewise.
+    pub fn pages(&self, except: &[&str]) -> Result<Pages<'_>, ImageError> {
+        Pages::of(self, except)
+    }
+
+    /// Fills the RAM of a guest to be woken: blocking, with as many threads as `run` says. Zero
+    /// chunks are left holes.
+    ///
+    /// A chunk reaches the RAM only after its checksum was found right. When this fails, what was
+    /// filled so far stays.
+    ///
+    /// # Errors
+    ///
+    /// [`ImageError::Corrupt`] names the first bad chunk; [`ImageError::Mismatch`] if there is no
+    /// such block or its length is another; [`ImageError::Memory`] if the RAM's file has no room;
+    /// [`ImageError::Cancelled`]; [`ImageError::Io`].
+    pub fn fill(&self, block: &str, into: &MemoryFile, run: &Run<'_>) -> Result<(), ImageError> {
+        let mismatch = |mismatch| ImageError::Mismatch {
+            block: block.to_owned(),
+            mismatch,
+        };
+        let index = self
+            .layout()
+            .index_of(block)
+            .ok_or_else(|| mismatch(Mismatch::Unknown))?;
+        let planned = self.layout().blocks()[index].length;
+        if planned != into.length() {
+            return Err(mismatch(Mismatch::Length {
+                planned,
+                found: into.length(),
+            }));
+        }
+        let count = self.table.chunks[index].len();
+        for_each_chunk(
+            run,
+            count,
+            || self.chunk_buffer(),
+            |buffer, chunk| {
+                let (content, start) = self.read_chunk(index, chunk, buffer)?;
+                if let Some(bytes) = content {
+                    // Copied while it is in cache: cheaper than faulting a mapping in and reading
+                    // into it, and a bad chunk never gets there.
+                    into.file().write_all_at(bytes, start).map_err(|source| {
+                        let path = into.path().to_owned();
+                        ImageError::Memory(MemoryError::File {
+                            operation: "fill",
+                            path,
+                            source,
+                        })
+                    })?;
+                }
+                run.progress
+                    .advance(self.table.chunks[index][chunk].length.into());
+                Ok(())
+            },
+        )?;
+        Ok(())
+    }
+
+    /// Changes the state, durably: after `Ok` no crash brings the old one back.
+    ///
+    /// # Errors
+    ///
+    /// [`ImageError::WrongState`] if the image may not become that, [`ImageError::NotLocked`] if it
+    /// was opened without its lock; after [`ImageError::Io`] the state on the disk is the old or
+    /// the new one.
+    pub fn mark(&mut self, state: ImageState) -> Result<(), ImageError> {
+        let found = self.superblock.state;
+        if !found.may_become(state) {
+            return Err(ImageError::WrongState {
+                path: self.path.clone(),
+                found,
+                wanted: state,
+            });
+        }
+        if !self.locked {
+            return Err(ImageError::NotLocked {
+                path: self.path.clone(),
+            });
+        }
+        let changed = Superblock {
+            state,
+            generation: self.superblock.generation + 1,
+            ..self.superblock.clone()
+        };
+        let other = 1 - self.copy;
+        self.write_copy(&changed, other)
+            .map_err(|source| ImageError::io("mark", &self.path, source))?;
+        if let Err(error) = self.write_copy(&changed, self.copy) {
+            // The change is on the disk all the same; it only lacks its twin.
+            tracing::warn!(path = %self.path.display(), %error, "second superblock copy not written");
+        }
+        self.superblock = changed;
+        self.copy = other;
+        Ok(())
+    }
+
+    fn write_copy(&self, superblock: &Superblock, copy: usize) -> io::Result<()> {
+        self.file
+            .write_all_at(&superblock.encode(), COPY_OFFSETS[copy])?;
+        self.file.sync_data()
+    }
+
+    fn read(file: File, path: &Path, locked: bool) -> Result<Self, ImageError> {
+        let failed = |source: io::Error| ImageError::io("read", path, source);
+        let metadata = file.metadata().map_err(failed)?;
+        if !metadata.is_file() {
+            return Err(ImageError::NotAnImage {
+                path: path.to_owned(),
+            });
+        }
+        let torn = |because| ImageError::Torn {
+            path: path.to_owned(),
+            because,
+        };
+        let (superblock, copy) = match read_superblocks(&file, path)? {
+            Superblocks::Valid { current, copy } => (current, copy),
+            Superblocks::Alien => {
+                return Err(ImageError::NotAnImage {
+                    path: path.to_owned(),
+                });
+            }
+            Superblocks::Newer(found) => {
+                return Err(ImageError::NewerFormat {
+                    path: path.to_owned(),
+                    found,
+                    supported: FORMAT_VERSION,
+                });
+            }
+            Superblocks::Torn => return Err(torn(TornBecause::BothSuperblocks)),
+            Superblocks::Contradiction => {
+                return Err(ImageError::corrupt(
+                    path,
+                    Corruption::Superblock("its copies belong to two images"),
+                ));
+            }
+        };
+        if superblock.state == ImageState::Writing {
+            return Err(torn(TornBecause::NeverSealed));
+        }
+        superblock
+            .check()
+            .map_err(|reason| ImageError::corrupt(path, Corruption::Superblock(reason)))?;
+        let (needed, found) = (ByteCount(superblock.end()), ByteCount(metadata.len()));
+        if found < needed {
+            return Err(torn(TornBecause::Short { needed, found }));
+        }
+        let table = read_area(&file, path, "chunk table", superblock.table)?;
+        let table = ChunkTable::decode(&table, superblock.chunk_bytes)
+            .map_err(|source| ImageError::corrupt(path, Corruption::Table(source)))?;
+        if table.layout.ram_end() > superblock.table.offset {
+            return Err(ImageError::corrupt(
+                path,
+                Corruption::Superblock("the chunk table lies in the RAM"),
+            ));
+        }
+        let manifest = read_area(&file, path, "manifest", superblock.manifest)?;
+        let manifest = serde_json::from_slice(&manifest)
+            .map_err(|source| ImageError::corrupt(path, Corruption::Manifest(source)))?;
+        let direct = DirectFile::beside(&file, path, false).map_err(failed)?;
+        Ok(Self {
+            file,
+            direct,
+            path: path.to_owned(),
+            locked,
+            superblock,
+            copy,
+            table,
+            manifest,
+        })
+    }
+
+    pub(super) fn chunk_buffer(&self) -> AlignedBuf {
+        AlignedBuf::zeroed(self.superblock.chunk_bytes as usize)
+    }
+
+    pub(super) fn file(&self) -> &File {
+        &self.file
+    }
+
+    pub(super) fn chunk(&self, block: usize, chunk: usize) -> (&BlockPlacement, Chunk, u64) {
+        let start = chunk as u64 * u64::from(self.superblock.chunk_bytes);
+        (
+            &self.layout().blocks()[block],
+            self.table.chunks[block][chunk],
+            start,
+        )
+    }
+
+    pub(super) fn chunk_counts(&self) -> impl Iterator<Item = usize> {
+        self.table.chunks.iter().map(Vec::len)
+    }
+
+    /// Reads and checks a chunk; tells its bytes, or `None` for zeros, and its offset in the block.
+    pub(super) fn read_chunk<'b>(
+        &self,
+        block: usize,
+        chunk: usize,
+        buffer: &'b mut AlignedBuf,
+    ) -> Result<(Option<&'b [u8]>, u64), ImageError> {
+        let (placement, Chunk { content, length }, start) = self.chunk(block, chunk);
+        let ChunkContent::Data { crc32: expected } = content else {
+            return Ok((None, start));
+        };
+        let bytes = &mut buffer[..length as usize];
+        self.read_raw(bytes, placement.offset + start)?;
+        let found = crc32fast::hash(bytes);
+        if found != expected {
+            let block = placement.name.clone();
+            let source = Corruption::Chunk {
+                block,
+                offset: start,
+                expected,
+                found,
+            };
+            return Err(ImageError::corrupt(&self.path, source));
+        }
+        Ok((Some(bytes), start))
+    }
+
+    /// Reads without checking.
+    pub(super) fn read_raw(&self, bytes: &mut [u8], offset: u64) -> Result<(), ImageError> {
+        self.direct
+            .read_exact_at(bytes, offset)
+            .map_err(|source| ImageError::io("read", &self.path, source))
+    }
+}
+
+/// Reads both copies of the superblock, as far as the file is long enough for them.
+pub(super) fn read_superblocks(file: &File, path: &Path) -> Result<Superblocks, ImageError> {
+    let mut copies = [0; 2 * COPY_BYTES];
+    let mut length = 0;
+    while length < copies.len() {
+        match file.read_at(&mut copies[length..], length as u64) {
+            Ok(0) => break,
+            Ok(read) => length += read,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(ImageError::io("read", path, error)),
+        }
+    }
+    let (first, second) = copies[..length].split_at(length.min(COPY_BYTES));
+    Ok(Superblocks::read([first, second]))
+}
+
+/// Reads an area whose length was checked against its limit and the file's length.
+fn read_area(
+    file: &File,
+    path: &Path,
+    name: &'static str,
+    area: Area,
+) -> Result<Vec<u8>, ImageError> {
+    let mut bytes = vec![0; area.length as usize];
+    file.read_exact_at(&mut bytes, area.offset)
+        .map_err(|source| ImageError::io("read", path, source))?;
+    let found = crc32fast::hash(&bytes);
+    if found != area.crc32 {
+        return Err(ImageError::corrupt(
+            path,
+            Corruption::Area {
+                area: name,
+                expected: area.crc32,
+                found,
+            },
+        ));
+    }
+    Ok(bytes)
+}

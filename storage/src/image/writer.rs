@@ -1,0 +1,441 @@
+//! Writing an image.
+//!
+//! ```text
+//! create ──► reserve ──► write_memory (each big block) ──► write_pages (the rest) ──► seal ──► SealedImage
+//!    └──────────┴──────────────────┴───────────────────────────┴── dropped, failed or cancelled: nothing stays
+//! ```
+//!
+//! Every block of the layout must have been written when the image is sealed, each once, each
+//! whole. RAM goes to the disk from where the guest has it: a chunk is scanned, summed and written
+//! with O_DIRECT out of the mapping. Only a chunk that is a mixture of data and holes goes through
+//! a buffer, because a direct write would allocate the holes.
+
+use std::io;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+use rustix::fs::FallocateFlags;
+use rustix::io::Errno;
+use uuid::Uuid;
+
+use super::chunks::{CHUNK_BYTES, Chunk, ChunkContent, ChunkTable, chunk_count, chunk_length};
+use super::error::is_out_of_space;
+use super::layout::BlockPlacement;
+use super::manifest::{MANIFEST_LIMIT, Manifest};
+use super::partial::PartialFile;
+use super::sealed::{SealedImage, write_tables};
+use super::superblock::{self, COPY_OFFSETS};
+use super::workers::for_each_chunk;
+use super::{ImageError, Layout, Mismatch};
+use crate::migration::{PageContent, Recording};
+use crate::sys::{self, AlignedBuf, DirectFile};
+use crate::{ByteCount, GuestMemory, Run};
+
+/// How an image is begun.
+#[derive(Debug, Clone, Copy)]
+pub struct CreateOptions {
+    /// Whether an image at the target may be replaced. Something that is not an image, or that is
+    /// in use, never is.
+    pub replace: bool,
+    /// Id of the new image.
+    pub image_id: Uuid,
+}
+
+/// What a block turned out to hold.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct MemoryWritten {
+    /// Bytes that were written.
+    pub data: ByteCount,
+    /// Bytes that were zero, holes included, and were not.
+    pub zero: ByteCount,
+}
+
+/// An image that is being written.
+///
+/// Dropped without [`ImageWriter::seal`] it leaves nothing behind.
+#[derive(Debug)]
+pub struct ImageWriter {
+    partial: PartialFile,
+    direct: DirectFile,
+    layout: Layout,
+    image_id: Uuid,
+    /// Blocks of the layout that were begun. One that failed in the middle is not begun again: what
+    /// it wrote could lie where the second attempt finds zeros.
+    begun: Vec<bool>,
+    /// Chunks of each block of the layout that was written.
+    chunks: Vec<Option<Vec<Chunk>>>,
+    /// Most that the image may need, as far as it is known: for the message when there is no room.
+    bound: ByteCount,
+}
+
+impl ImageWriter {
+    /// Begins an image that will be at `target`, in a hidden file beside it.
+    ///
+    /// # Errors
+    ///
+    /// [`ImageError::TargetExists`] if there is something and it may not be replaced,
+    /// [`ImageError::NotAnImage`] if it is not an image, [`ImageError::Locked`] if it is in use,
+    /// [`ImageError::Io`] if the system refuses.
+    pub fn create(
+        target: &Path,
+        layout: Layout,
+        options: CreateOptions,
+    ) -> Result<Self, ImageError> {
+        let partial = PartialFile::create(target, options.replace, options.image_id)?;
+        let failed = |operation, source| ImageError::io(operation, partial.path(), source);
+        let beginning = superblock::beginning(options.image_id, CHUNK_BYTES).encode();
+        let direct = DirectFile::beside(&partial.file, partial.path(), true)
+            .map_err(|source| failed("open", source))?;
+        partial
+            .file
+            .write_all_at(&beginning, COPY_OFFSETS[0])
+            .map_err(|source| failed("begin", source))?;
+        // With its length known from the start the file system does not take its lock for each
+        // growing write.
+        partial
+            .file
+            .set_len(layout.ram_end())
+            .map_err(|source| failed("size", source))?;
+        let begun = vec![false; layout.blocks().len()];
+        let chunks = vec![None; layout.blocks().len()];
+        let bound = layout.hard_bound(ByteCount::ZERO);
+        Ok(Self {
+            partial,
+            direct,
+            layout,
+            image_id: options.image_id,
+            begun,
+            chunks,
+            bound,
+        })
+    }
+
+    /// Reserves all that the image can need, if its device state is not longer than
+    /// `device_state_bound`, so that a guest is not stopped for an image that has no room.
+    /// [`SealedImage::give_back`] returns what was too much.
+    ///
+    /// On a file system that cannot reserve, free space is looked at instead.
+    ///
+    /// # Errors
+    ///
+    /// [`ImageError::NoSpace`] with the numbers, [`ImageError::Io`] if the system refuses.
+    pub fn reserve(&mut self, device_state_bound: ByteCount) -> Result<(), ImageError> {
+        let needed = self.layout.hard_bound(device_state_bound);
+        self.bound = needed;
+        // First asked, then taken: filling a disk to its last block only to find it too small would
+        // hurt others on it.
+        let available = self.available()?;
+        if available < needed {
+            return Err(self.no_space(available));
+        }
+        match rustix::fs::fallocate(&self.partial.file, FallocateFlags::empty(), 0, needed.0) {
+            Ok(()) | Err(Errno::OPNOTSUPP | Errno::NOSYS) => Ok(()),
+            Err(error) => Err(self.failed("reserve space for", error.into())),
+        }
+    }
+
+    /// Whether RAM goes past the page cache; where the file system refuses that, it is several
+    /// times slower.
+    pub fn is_direct(&self) -> bool {
+        self.direct.is_direct()
+    }
+
+    /// Writes the RAM of `block`: blocking, with as many threads as `run` says.
+    ///
+    /// # Errors
+    ///
+    /// [`ImageError::Mismatch`] if the layout has no such block, one of another length, or its writing
+    /// was begun before, even if that failed; [`ImageError::Cancelled`]; [`ImageError::NoSpace`] and [`ImageError::Io`]
+    /// from the disk.
+    pub fn write_memory(
+        &mut self,
+        block: &str,
+        memory: &GuestMemory,
+        run: &Run<'_>,
+    ) -> Result<MemoryWritten, ImageError> {
+        let index = self.block_to_write(block, memory.length())?;
+        let extents = memory.data_extents()?;
+        let placement = &self.layout.blocks()[index];
+        let count = chunk_count(placement.length, CHUNK_BYTES) as usize;
+        let buffer = || None::<AlignedBuf>;
+        let chunks = for_each_chunk(run, count, buffer, |buffer, chunk| {
+            let chunk = self.write_chunk(placement, memory, &extents, chunk as u64, buffer)?;
+            run.progress.advance(chunk.length.into());
+            Ok(chunk)
+        })?;
+        let written = written(&chunks);
+        self.chunks[index] = Some(chunks);
+        Ok(written)
+    }
+
+    /// Writes every block that [`ImageWriter::write_memory`] did not, from the pages that came in
+    /// the stream: ROMs, tables, video RAM.
+    ///
+    /// # Errors
+    ///
+    /// [`ImageError::Mismatch`] if the recording lacks such a block or some of its pages, or has it
+    /// in another length; [`ImageError::NoSpace`] and [`ImageError::Io`] from the disk.
+    pub fn write_pages(&mut self, recording: &Recording) -> Result<(), ImageError> {
+        let missing: Vec<String> = (self.layout.blocks().iter().zip(&self.chunks))
+            .filter(|(_, chunks)| chunks.is_none())
+            .map(|(block, _)| block.name.clone())
+            .collect();
+        for name in missing {
+            let mismatch = |mismatch| ImageError::Mismatch {
+                block: name.clone(),
+                mismatch,
+            };
+            let in_stream = recording
+                .blocks()
+                .iter()
+                .position(|block| block.name == name);
+            let in_stream = in_stream.ok_or_else(|| mismatch(Mismatch::NotRecorded))?;
+            let index = self.block_to_write(&name, recording.blocks()[in_stream].used_length)?;
+            // A stopped guest's stream holds each page of a block that it holds at all. Taking a
+            // missing page for zero would wake a guest without a part of its memory.
+            let needed = self.layout.blocks()[index].length.0 / crate::migration::PAGE_BYTES as u64;
+            let found = recording.page_count(in_stream);
+            if found != needed {
+                return Err(mismatch(Mismatch::PagesMissing { found, needed }));
+            }
+            self.chunks[index] = Some(self.write_block_pages(index, recording, in_stream)?);
+        }
+        Ok(())
+    }
+
+    /// Makes the image whole and gives it its name, in this order: chunk table, device state,
+    /// manifest; data sync; the sealed superblock; sync; rename; sync of the folder. After `Ok` the
+    /// image is the guest.
+    ///
+    /// # Errors
+    ///
+    /// [`ImageError::Mismatch`] if a block was not written or the recording has other blocks;
+    /// [`ImageError::ManifestTooLong`]; [`ImageError::TargetExists`] if somebody took the name
+    /// meanwhile; [`ImageError::NoSpace`] and [`ImageError::Io`] from the disk. On any error there
+    /// is no image.
+    pub fn seal(
+        mut self,
+        manifest: &Manifest,
+        recording: &Recording,
+    ) -> Result<SealedImage, ImageError> {
+        self.check_whole(recording)?;
+        let manifest = serde_json::to_vec(manifest).map_err(|source| {
+            ImageError::io("describe", self.partial.path(), io::Error::other(source))
+        })?;
+        let length = ByteCount(manifest.len() as u64);
+        if length > MANIFEST_LIMIT {
+            return Err(ImageError::ManifestTooLong {
+                length,
+                limit: MANIFEST_LIMIT,
+            });
+        }
+        let chunks = std::mem::take(&mut self.chunks)
+            .into_iter()
+            .flatten()
+            .collect();
+        let table = ChunkTable {
+            layout: self.layout.clone(),
+            chunks,
+        };
+        let sealed = write_tables(
+            &self.partial.file,
+            self.image_id,
+            &table,
+            &recording.normalized(),
+            &manifest,
+        )
+        .map_err(|source| self.failed("seal", source))?;
+        let path = self.partial.target().to_owned();
+        let file = self.partial.publish()?;
+        tracing::debug!(path = %path.display(), id = %sealed.id, "image sealed");
+        Ok(SealedImage::of(file, path, &table, &sealed))
+    }
+
+    fn block_to_write(&mut self, name: &str, found: ByteCount) -> Result<usize, ImageError> {
+        let mismatch = |mismatch| ImageError::Mismatch {
+            block: name.to_owned(),
+            mismatch,
+        };
+        let index = self
+            .layout
+            .index_of(name)
+            .ok_or_else(|| mismatch(Mismatch::Unknown))?;
+        let planned = self.layout.blocks()[index].length;
+        if planned != found {
+            return Err(mismatch(Mismatch::Length { planned, found }));
+        }
+        if std::mem::replace(&mut self.begun[index], true) {
+            return Err(mismatch(Mismatch::Twice));
+        }
+        Ok(index)
+    }
+
+    fn write_chunk(
+        &self,
+        placement: &BlockPlacement,
+        memory: &GuestMemory,
+        extents: &[Range<u64>],
+        index: u64,
+        buffer: &mut Option<AlignedBuf>,
+    ) -> Result<Chunk, ImageError> {
+        let start = index * u64::from(CHUNK_BYTES);
+        let length = chunk_length(placement.length.0, CHUNK_BYTES, index);
+        let range = start..start + u64::from(length);
+        let offset = placement.offset + start;
+        let zero = Ok(Chunk {
+            content: ChunkContent::Zero,
+            length,
+        });
+        let crc32 = match parts_in(extents, &range).collect::<Vec<_>>().as_slice() {
+            [] => return zero,
+            [whole] if *whole == range => {
+                let Some(crc32) = memory.crc32_unless_zero(range.clone()) else {
+                    return zero;
+                };
+                memory
+                    .write_at(range, &self.direct, offset)
+                    .map_err(|source| self.failed("write", source))?;
+                crc32
+            }
+            parts => {
+                let buffer = buffer.get_or_insert_with(|| AlignedBuf::zeroed(CHUNK_BYTES as usize));
+                buffer.fill(0);
+                for part in parts {
+                    memory.copy_to(part.clone(), buffer, (part.start - start) as usize);
+                }
+                let bytes = &buffer[..length as usize];
+                if sys::is_zero(bytes) {
+                    return zero;
+                }
+                self.direct
+                    .write_all_at(bytes, offset)
+                    .map_err(|source| self.failed("write", source))?;
+                crc32fast::hash(bytes)
+            }
+        };
+        Ok(Chunk {
+            content: ChunkContent::Data { crc32 },
+            length,
+        })
+    }
+
+    fn write_block_pages(
+        &self,
+        index: usize,
+        recording: &Recording,
+        in_stream: usize,
+    ) -> Result<Vec<Chunk>, ImageError> {
+        let placement = &self.layout.blocks()[index];
+        let mut buffer = AlignedBuf::zeroed(CHUNK_BYTES as usize);
+        let mut pages = recording.block_pages(in_stream).peekable();
+        let mut chunks = Vec::new();
+        for index in 0..chunk_count(placement.length, CHUNK_BYTES) {
+            let start = index * u64::from(CHUNK_BYTES);
+            let length = chunk_length(placement.length.0, CHUNK_BYTES, index);
+            buffer.fill(0);
+            while let Some(page) = pages.next_if(|page| page.offset < start + u64::from(length)) {
+                if let PageContent::Data(bytes) = page.content {
+                    let at = (page.offset - start) as usize;
+                    buffer[at..at + bytes.len()].copy_from_slice(&bytes[..]);
+                }
+            }
+            let bytes = &buffer[..length as usize];
+            let content = if sys::is_zero(bytes) {
+                ChunkContent::Zero
+            } else {
+                self.direct
+                    .write_all_at(bytes, placement.offset + start)
+                    .map_err(|source| self.failed("write", source))?;
+                ChunkContent::Data {
+                    crc32: crc32fast::hash(bytes),
+                }
+            };
+            chunks.push(Chunk { content, length });
+        }
+        Ok(chunks)
+    }
+
+    /// Whether every block was written and the recording has the same blocks.
+    fn check_whole(&self, recording: &Recording) -> Result<(), ImageError> {
+        let mismatch = |name: &str, mismatch| {
+            Err(ImageError::Mismatch {
+                block: name.to_owned(),
+                mismatch,
+            })
+        };
+        for (placement, chunks) in self.layout.blocks().iter().zip(&self.chunks) {
+            if chunks.is_none() {
+                return mismatch(&placement.name, Mismatch::Missing);
+            }
+            if !recording
+                .blocks()
+                .iter()
+                .any(|block| block.name == placement.name)
+            {
+                return mismatch(&placement.name, Mismatch::NotRecorded);
+            }
+        }
+        for block in recording.blocks() {
+            match self.layout.block(&block.name) {
+                None => return mismatch(&block.name, Mismatch::Unknown),
+                Some(placement) if placement.length != block.used_length => {
+                    let mismatched = Mismatch::Length {
+                        planned: placement.length,
+                        found: block.used_length,
+                    };
+                    return mismatch(&block.name, mismatched);
+                }
+                Some(_) => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// Bytes free for those who are not root, because root's reserve is not there to hold images.
+    fn available(&self) -> Result<ByteCount, ImageError> {
+        let free = rustix::fs::fstatvfs(&self.partial.file).map_err(|error| {
+            ImageError::io("ask for free space on", self.partial.folder(), error)
+        })?;
+        Ok(ByteCount(free.f_bavail.saturating_mul(free.f_frsize)))
+    }
+
+    fn no_space(&self, available: ByteCount) -> ImageError {
+        ImageError::NoSpace {
+            needed: self.bound,
+            available,
+            path: self.partial.folder().to_owned(),
+        }
+    }
+
+    fn failed(&self, operation: &'static str, source: io::Error) -> ImageError {
+        if is_out_of_space(&source) {
+            return self.no_space(self.available().unwrap_or_default());
+        }
+        ImageError::io(operation, self.partial.path(), source)
+    }
+}
+
+/// The parts of `range` that lie in `extents`, which are in order and apart.
+fn parts_in<'a>(
+    extents: &'a [Range<u64>],
+    range: &'a Range<u64>,
+) -> impl Iterator<Item = Range<u64>> + 'a {
+    let first = extents.partition_point(|extent| extent.end <= range.start);
+    extents[first..]
+        .iter()
+        .take_while(|extent| extent.start < range.end)
+        .map(|extent| extent.start.max(range.start)..extent.end.min(range.end))
+}
+
+fn written(chunks: &[Chunk]) -> MemoryWritten {
+    let mut written = MemoryWritten::default();
+    for chunk in chunks {
+        let length = ByteCount(chunk.length.into());
+        match chunk.content {
+            ChunkContent::Zero => written.zero += length,
+            ChunkContent::Data { .. } => written.data += length,
+        }
+    }
+    written
+}

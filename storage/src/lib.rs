@@ -1,0 +1,41 @@
+//! The memory image of a hibernated machine: its format, the direct writer, the reader, and the
+//! codec of QEMU's migration stream.
+//!
+//! Guest RAM goes from its own pages to the disk and back without passing through QEMU; device
+//! state arrives as QEMU's migration stream and is kept in one normalized form from which every way
+//! to wake can be fed.
+//!
+//! ```text
+//!  GuestMemory ──► ImageWriter ──seal──► one file ──► Image ──► MemoryFile      RAM
+//!  Recording ─────────┘                                 └─────► write_precopy   device state
+//! ```
+//!
+//! * [`memory`]: RAM of a stopped guest as a source, and a file that becomes RAM of a woken guest
+//!   as a sink.
+//! * [`migration`]: QEMU's migration stream, both ways.
+//! * [`image`]: the file that holds a guest. Its layout is drawn there.
+//!
+//! Nothing here knows QMP, and nothing here is asynchronous: calls block, take a cancel flag, and
+//! report through atomics.
+#![deny(unsafe_code)]
+
+mod byte_count;
+pub mod image;
+pub mod memory;
+pub mod migration;
+mod run;
+#[allow(unsafe_code)]
+mod sys;
+
+pub use byte_count::ByteCount;
+pub use image::{
+    BlockPlacement, BlockSize, Corruption, CreateOptions, Image, ImageError, ImageState,
+    ImageWriter, Layout, LayoutError, Manifest, MemoryWritten, Mismatch, SealedImage, TornBecause,
+    Usage, Verified,
+};
+pub use memory::{GuestMemory, MemoryError, MemoryFile};
+pub use migration::{
+    Page, PageBytes, PageContent, PrecopyError, Recording, StreamBlock, StreamError,
+    try_write_precopy, write_precopy,
+};
+pub use run::{Progress, Run, WORKER_THREADS};

@@ -1,0 +1,135 @@
+//! No room: told before the guest is stopped, with numbers, and nothing stays behind.
+//!
+//! These tests mount small tmpfs file systems and need root, as the continuous integration has it.
+//! Without it they fail.
+
+mod fixture;
+
+use std::fs;
+use std::path::Path;
+
+use dormouse_storage::{
+    BlockSize, ByteCount, CreateOptions, GuestMemory, ImageError, ImageWriter, Layout,
+};
+use fixture::{Laboratory, noise, working};
+use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
+use std::ffi::CString;
+use std::os::unix::fs::FileExt;
+use tempfile::TempDir;
+use uuid::Uuid;
+
+/// A file system of a few MiB.
+struct SmallDisk {
+    folder: TempDir,
+}
+
+impl SmallDisk {
+    fn of(size: ByteCount) -> Self {
+        let folder = tempfile::tempdir().expect("folder");
+        let options = CString::new(format!("size={}", size.0)).expect("options");
+        mount(
+            "tmpfs",
+            folder.path(),
+            "tmpfs",
+            MountFlags::empty(),
+            options.as_c_str(),
+        )
+        .expect("mounting a tmpfs needs root; this test is not to be skipped");
+        Self { folder }
+    }
+
+    fn path(&self) -> &Path {
+        self.folder.path()
+    }
+
+    fn is_empty(&self) -> bool {
+        fs::read_dir(self.path()).expect("read").next().is_none()
+    }
+}
+
+impl Drop for SmallDisk {
+    fn drop(&mut self) {
+        let _ = unmount(self.folder.path(), UnmountFlags::DETACH);
+    }
+}
+
+fn writer_on(disk: &SmallDisk, ram: ByteCount) -> ImageWriter {
+    let layout = Layout::plan(&[BlockSize {
+        name: "pc.ram".into(),
+        length: ram,
+    }])
+    .expect("layout");
+    let options = CreateOptions {
+        replace: false,
+        image_id: Uuid::new_v4(),
+    };
+    ImageWriter::create(&disk.path().join("image"), layout, options).expect("create")
+}
+
+#[test]
+fn reserving_more_than_is_free_tells_both_numbers_and_leaves_nothing() {
+    let disk = SmallDisk::of(ByteCount::mib(16));
+    let mut writer = writer_on(&disk, ByteCount::mib(64));
+    let error = writer.reserve(ByteCount::mib(1)).unwrap_err();
+    let ImageError::NoSpace {
+        needed,
+        available,
+        path,
+    } = &error
+    else {
+        panic!("{error:?}")
+    };
+    assert!(
+        *needed > ByteCount::mib(64 + 2 + 1 + 4) && *needed < ByteCount::mib(72),
+        "{needed}"
+    );
+    assert!(
+        *available <= ByteCount::mib(16) && *available > ByteCount::mib(15),
+        "{available}"
+    );
+    assert_eq!(path, disk.path());
+    assert_eq!(
+        error.to_string(),
+        format!("needs 71.0 MiB, 16.0 MiB free on {}", path.display())
+    );
+    drop(writer);
+    assert!(disk.is_empty());
+}
+
+#[test]
+fn what_was_reserved_is_there_even_if_others_fill_the_disk() {
+    let laboratory = Laboratory::new();
+    let disk = SmallDisk::of(ByteCount::mib(24));
+    let target = disk.path().join("image");
+    let options = CreateOptions {
+        replace: false,
+        image_id: Uuid::new_v4(),
+    };
+    let mut writer = ImageWriter::create(&target, laboratory.layout(), options).unwrap();
+    writer.reserve(ByteCount::mib(1)).unwrap();
+    // Somebody else takes all the rest.
+    assert!(fs::write(disk.path().join("other"), vec![1; 24 << 20]).is_err());
+    working(|run| writer.write_memory("pc.ram", &laboratory.memory(), run)).unwrap();
+    writer.write_pages(&laboratory.recording()).unwrap();
+    let sealed = writer
+        .seal(&laboratory.manifest(), &laboratory.recording())
+        .unwrap();
+    let before = sealed.allocated().unwrap();
+    sealed.give_back().unwrap();
+    assert!(sealed.allocated().unwrap() < before);
+}
+
+#[test]
+fn a_disk_that_fills_up_under_an_unreserved_image_is_no_space_too() {
+    let disk = SmallDisk::of(ByteCount::mib(4));
+    let ram_file = tempfile::tempfile_in("/dev/shm").unwrap();
+    let mut ram = vec![0; 8 << 20];
+    noise(&mut ram, 5);
+    ram_file.write_all_at(&ram, 0).unwrap();
+    let memory = GuestMemory::map(ram_file, ByteCount::mib(8)).unwrap();
+    let mut writer = writer_on(&disk, ByteCount::mib(8));
+    let error = working(|run| writer.write_memory("pc.ram", &memory, run)).unwrap_err();
+    assert!(matches!(error, ImageError::NoSpace { .. }), "{error:?}");
+    drop(writer);
+    assert!(disk.is_empty());
+}

@@ -19,17 +19,12 @@ fn scan(criterion: &mut Criterion) {
     const CHUNKS: u64 = 64;
     let mut group = criterion.benchmark_group("zero scan and CRC-32 of a chunk");
     group.throughput(Throughput::Bytes(CHUNK_BYTES));
-    for (name, last_byte, fill) in [
-        ("zero", 0, 0),
-        ("zero but for its end", 1, 0),
-        ("data", 1, 1),
-    ] {
+    for (name, last_byte, fill) in [("zero", 0, 0), ("zero but for its end", 1, 0), ("data", 1, 1)] {
         let file = tempfile::tempfile_in("/dev/shm").expect("tmpfs");
         let mut chunk = vec![fill; CHUNK_BYTES as usize];
         chunk[CHUNK_BYTES as usize - 1] = last_byte;
         for index in 0..CHUNKS {
-            file.write_all_at(&chunk, index * CHUNK_BYTES)
-                .expect("write");
+            file.write_all_at(&chunk, index * CHUNK_BYTES).expect("write");
         }
         let memory = GuestMemory::map(file, ByteCount(CHUNKS * CHUNK_BYTES)).expect("map");
         let mut starts = (0..CHUNKS).map(|index| index * CHUNK_BYTES).cycle();
@@ -58,8 +53,7 @@ fn parse(criterion: &mut Criterion) {
 
 fn stream(pages: usize, device_state_bytes: usize) -> Vec<u8> {
     let length = (pages * PAGE_BYTES) as u64;
-    let mut stream =
-        b"QEVM\0\0\0\x03\x07\0\0\0\x02pc\x01\0\0\0\x01\x03ram\0\0\0\0\0\0\0\x04".to_vec();
+    let mut stream = b"QEVM\0\0\0\x03\x07\0\0\0\x02pc\x01\0\0\0\x01\x03ram\0\0\0\0\0\0\0\x04".to_vec();
     stream.extend((length | 0x04).to_be_bytes());
     stream.extend(b"\x07pc.bios");
     stream.extend(length.to_be_bytes());

@@ -128,10 +128,7 @@ impl Client {
     }
 
     /// Executes a command and reads its reply into a view, usually one of [`crate::view`].
-    pub async fn query<C: Command, V: DeserializeOwned>(
-        &self,
-        command: &C,
-    ) -> Result<V, CommandError> {
+    pub async fn query<C: Command, V: DeserializeOwned>(&self, command: &C) -> Result<V, CommandError> {
         let reply = self.execute(command).await?;
         serde_json::from_value(reply).map_err(|source| CommandError::Unexpected {
             command: C::NAME.to_owned(),
@@ -148,8 +145,7 @@ impl Client {
         command: &C,
         fds: Vec<OwnedFd>,
     ) -> Result<Value, CommandError> {
-        self.submit(C::NAME, arguments_of(command)?, fds, false)
-            .await
+        self.submit(C::NAME, arguments_of(command)?, fds, false).await
     }
 
     /// Executes a command out-of-band: at once, past commands that wait for QEMU's main loop.
@@ -219,11 +215,10 @@ impl Client {
         };
         let (answer, answered) = oneshot::channel();
         // When the driver is gone this drops the submission, which the waiting below notices.
-        let _ = self.shared.submissions.send(Submission::Execute {
-            request,
-            fds,
-            answer,
-        });
+        let _ = self
+            .shared
+            .submissions
+            .send(Submission::Execute { request, fds, answer });
         let mut withdrawal = Withdrawal {
             id,
             submissions: Some(&self.shared.submissions),

@@ -127,16 +127,9 @@ pub struct Connection {
 
 #[derive(Debug)]
 enum State {
-    Greeting {
-        deadline: Instant,
-    },
-    Negotiating {
-        deadline: Instant,
-        greeting: Greeting,
-    },
-    Ready {
-        out_of_band: bool,
-    },
+    Greeting { deadline: Instant },
+    Negotiating { deadline: Instant, greeting: Greeting },
+    Ready { out_of_band: bool },
     Closed(ConnectionLoss),
 }
 
@@ -203,9 +196,7 @@ impl Connection {
             Message::Event(event) => self.actions.push_back(Action::Publish(event)),
             Message::Greeting(greeting) => self.greeted(greeting),
             Message::Reply { id, result } => self.answered(id, Outcome::Returned(result)),
-            Message::Error { id, class, desc } => {
-                self.answered(id, Outcome::Refused { class, desc })
-            }
+            Message::Error { id, class, desc } => self.answered(id, Outcome::Refused { class, desc }),
             Message::Other(value) => debug!(%value, "ignored a message of an unknown kind"),
         }
     }
@@ -255,10 +246,7 @@ impl Connection {
         let awaited = in_flight
             .into_iter()
             .filter_map(|(id, command)| command.awaited.then_some(id));
-        let queued = self
-            .queued_out_of_band
-            .drain(..)
-            .chain(self.queued.drain(..));
+        let queued = self.queued_out_of_band.drain(..).chain(self.queued.drain(..));
         for id in awaited.chain(queued.map(|request| request.id)) {
             let outcome = Outcome::Lost(loss.clone());
             self.actions.push_back(Action::Settle { id, outcome });
@@ -326,10 +314,7 @@ impl Connection {
                 id = id.0,
                 "threw away the late reply of a command that nobody waits for"
             ),
-            None => warn!(
-                id = id.0,
-                "ignored an answer to a command that is not in flight"
-            ),
+            None => warn!(id = id.0, "ignored an answer to a command that is not in flight"),
         }
         self.transmit_queued();
     }
@@ -397,10 +382,7 @@ impl Connection {
 
 /// Whether a command in-band may be transmitted while these are in flight.
 fn may_follow(request: &Request, in_flight: &BTreeMap<CommandId, InFlight>) -> bool {
-    let in_band = in_flight
-        .values()
-        .filter(|command| !command.out_of_band)
-        .count();
+    let in_band = in_flight.values().filter(|command| !command.out_of_band).count();
     let descriptors_pending = in_flight.values().any(|command| command.carries_fds);
     in_band < IN_FLIGHT_LIMIT && !(request.carries_fds && descriptors_pending)
 }

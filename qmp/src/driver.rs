@@ -148,11 +148,7 @@ impl Driver {
 
     fn accept(&mut self, submission: Submission) {
         match submission {
-            Submission::Execute {
-                request,
-                fds,
-                answer,
-            } => {
+            Submission::Execute { request, fds, answer } => {
                 self.waiting.insert(request.id, Waiting { answer, fds });
                 self.connection.submit(request);
             }

@@ -45,11 +45,7 @@ impl Transport {
 
     /// Puts a line behind those that wait to be sent.
     pub(crate) fn enqueue(&mut self, bytes: Vec<u8>, fds: Vec<OwnedFd>) {
-        self.outgoing.push_back(OutgoingLine {
-            bytes,
-            sent: 0,
-            fds,
-        });
+        self.outgoing.push_back(OutgoingLine { bytes, sent: 0, fds });
     }
 
     /// Waits until [`read`](Self::read) or, if there is something to send, [`flush`](Self::flush)

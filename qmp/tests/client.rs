@@ -91,10 +91,7 @@ async fn an_error_keeps_the_words_of_qemu_whatever_its_class() {
     let (_qemu, client) = connected(script).await;
     let error = client.execute(&command::stop {}).await.unwrap_err();
     assert_eq!(error.to_string(), "stop: NovelTrouble: Not now: it is late");
-    assert_eq!(
-        (error.command(), error.class()),
-        ("stop", Some("NovelTrouble"))
-    );
+    assert_eq!((error.command(), error.class()), ("stop", Some("NovelTrouble")));
     let error = client.execute_raw("dream", Value::Null).await.unwrap_err();
     assert_eq!(error.class(), Some("CommandNotFound"));
 }
@@ -128,21 +125,14 @@ async fn events_before_a_reply_are_in_the_subscription_when_the_reply_is() {
     let mut told = Vec::new();
     for _ in 0..3 {
         // Without patience: it must be there already.
-        let Ok(Heard::Event(event)) = tokio::time::timeout(Duration::ZERO, events.next()).await
-        else {
+        let Ok(Heard::Event(event)) = tokio::time::timeout(Duration::ZERO, events.next()).await else {
             panic!("only {told:?}")
         };
         told.push((event.name, event.data));
     }
-    assert_eq!(
-        told[1],
-        ("OF_A_LATER_QEMU".to_owned(), json!({"odd": [null]}))
-    );
+    assert_eq!(told[1], ("OF_A_LATER_QEMU".to_owned(), json!({"odd": [null]})));
     let last: MigrationEvent = serde_json::from_value(told.pop().unwrap().1).unwrap();
-    assert_eq!(
-        last.status,
-        MigrationStatus::Other("of-a-later-day".to_owned())
-    );
+    assert_eq!(last.status, MigrationStatus::Other("of-a-later-day".to_owned()));
 }
 
 #[tokio::test]
@@ -212,10 +202,9 @@ async fn a_quarter_of_a_megabyte_arrives_in_one_line_however_it_is_cut() {
 
 #[tokio::test]
 async fn a_conversation_byte_by_byte_is_a_conversation() {
-    let script = Script::new().in_chunks_of(1).on(
-        "query-status",
-        running().with_event("RESUME", json!({"a": "b"})),
-    );
+    let script = Script::new()
+        .in_chunks_of(1)
+        .on("query-status", running().with_event("RESUME", json!({"a": "b"})));
     let (_qemu, client) = connected(script).await;
     let mut events = client.events();
     let info: StatusInfo = client.query(&command::query_status {}).await.unwrap();
@@ -250,21 +239,14 @@ async fn a_lost_connection_fails_all_three_commands_in_flight_and_all_that_follo
     assert_eq!(heard(&mut events).await, Heard::Closed);
     assert_eq!(heard(&mut client.events()).await, Heard::Closed);
     let error = client.execute(&command::stop {}).await.unwrap_err();
-    assert!(
-        matches!(error, CommandError::ConnectionLost { .. }),
-        "{error:?}"
-    );
+    assert!(matches!(error, CommandError::ConnectionLost { .. }), "{error:?}");
 }
 
 #[tokio::test]
 async fn a_reply_that_breaks_off_is_a_lost_connection() {
-    let (_qemu, client) =
-        connected(Script::new().on("query-status", running().cut_after(20))).await;
+    let (_qemu, client) = connected(Script::new().on("query-status", running().cut_after(20))).await;
     let error = client.execute(&command::query_status {}).await.unwrap_err();
-    assert!(
-        matches!(&error, CommandError::ConnectionLost { .. }),
-        "{error:?}"
-    );
+    assert!(matches!(&error, CommandError::ConnectionLost { .. }), "{error:?}");
 }
 
 #[tokio::test]
@@ -309,10 +291,7 @@ async fn a_line_without_an_end_does_not_eat_the_memory() {
 async fn a_monitor_that_another_client_holds_is_busy_and_is_free_when_that_one_leaves() {
     let (qemu, first) = connected(Script::new()).await;
     let error = Client::connect(qemu.path(), impatient()).await.unwrap_err();
-    assert!(
-        matches!(error, ConnectError::MonitorBusy { .. }),
-        "{error:?}"
-    );
+    assert!(matches!(error, ConnectError::MonitorBusy { .. }), "{error:?}");
     let message = error.to_string();
     assert!(
         message.contains("monitor busy") && message.contains("-qmp"),
@@ -335,10 +314,7 @@ async fn a_monitor_whose_listen_queue_is_full_is_busy() {
         waiting.push(stream);
     }
     let error = Client::connect(&path, impatient()).await.unwrap_err();
-    assert!(
-        matches!(error, ConnectError::MonitorBusy { .. }),
-        "{error:?}"
-    );
+    assert!(matches!(error, ConnectError::MonitorBusy { .. }), "{error:?}");
 }
 
 #[tokio::test]
@@ -358,30 +334,22 @@ async fn an_opening_that_fails_tells_how() {
     assert!(matches!(error, ConnectError::Socket { .. }), "{error:?}");
 
     let stalled = FakeQemu::start(Script::new().on("qmp_capabilities", Answer::nothing())).unwrap();
-    let error = Client::connect(stalled.path(), impatient())
-        .await
-        .unwrap_err();
+    let error = Client::connect(stalled.path(), impatient()).await.unwrap_err();
     assert!(
         matches!(error, ConnectError::NegotiationTimeout { .. }),
         "{error:?}"
     );
 
     let refusing =
-        FakeQemu::start(Script::new().on("qmp_capabilities", Answer::fails("GenericError", "no")))
-            .unwrap();
-    let error = Client::connect(refusing.path(), options())
-        .await
-        .unwrap_err();
+        FakeQemu::start(Script::new().on("qmp_capabilities", Answer::fails("GenericError", "no"))).unwrap();
+    let error = Client::connect(refusing.path(), options()).await.unwrap_err();
     assert!(
         matches!(&error, ConnectError::NegotiationRefused { desc, .. } if desc == "no"),
         "{error:?}"
     );
 
-    let leaving =
-        FakeQemu::start(Script::new().on("qmp_capabilities", Answer::hangs_up())).unwrap();
-    let error = Client::connect(leaving.path(), options())
-        .await
-        .unwrap_err();
+    let leaving = FakeQemu::start(Script::new().on("qmp_capabilities", Answer::hangs_up())).unwrap();
+    let error = Client::connect(leaving.path(), options()).await.unwrap_err();
     assert!(
         matches!(
             &error,
@@ -417,12 +385,8 @@ async fn the_ninth_command_waits_and_one_out_of_band_does_not() {
 
 #[tokio::test]
 async fn out_of_band_execution_that_is_not_offered_is_refused_here() {
-    let (qemu, client) =
-        connected(Script::new().greeting(json!({"version": {}, "capabilities": []}))).await;
-    let error = client
-        .execute_oob(&command::query_yank {})
-        .await
-        .unwrap_err();
+    let (qemu, client) = connected(Script::new().greeting(json!({"version": {}, "capabilities": []}))).await;
+    let error = client.execute_oob(&command::query_yank {}).await.unwrap_err();
     assert!(
         matches!(error, CommandError::OutOfBandUnavailable { .. }),
         "{error:?}"
@@ -465,8 +429,7 @@ async fn the_connection_ends_with_its_last_handle_and_not_before() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_hundred_commands_at_once_get_each_their_own_reply() {
-    let script =
-        Script::new().on_each("echo", |command| Answer::returns(command.arguments.clone()));
+    let script = Script::new().on_each("echo", |command| Answer::returns(command.arguments.clone()));
     let (qemu, client) = connected(script).await;
     let commands = (0..100).map(|number| {
         let client = client.clone();

@@ -81,10 +81,7 @@ async fn refused_here_and_there() {
     let getfd = command::getfd {
         fdname: "a".to_owned(),
     };
-    let error = client
-        .execute_with_fds(&getfd, vec![file()])
-        .await
-        .unwrap_err();
+    let error = client.execute_with_fds(&getfd, vec![file()]).await.unwrap_err();
     assert_eq!(error.class(), Some("GenericError"));
     let error = client
         .execute_with_fds(&getfd, (0..17).map(|_| file()).collect())
@@ -156,10 +153,7 @@ async fn lost_with_the_connection() {
     qemu.hang_up();
     for command in commands {
         let error = command.await.unwrap().unwrap_err();
-        assert!(
-            matches!(error, CommandError::ConnectionLost { .. }),
-            "{error:?}"
-        );
+        assert!(matches!(error, CommandError::ConnectionLost { .. }), "{error:?}");
     }
     let error = client
         .execute_with_fds(
@@ -170,10 +164,7 @@ async fn lost_with_the_connection() {
         )
         .await
         .unwrap_err();
-    assert!(
-        matches!(error, CommandError::ConnectionLost { .. }),
-        "{error:?}"
-    );
+    assert!(matches!(error, CommandError::ConnectionLost { .. }), "{error:?}");
     qemu.take_descriptors();
     // Both ends of the connection are closed as well.
     settled(idle - 2).await;
@@ -186,11 +177,7 @@ async fn connecting_to_nobody() {
         ..ConnectOptions::default()
     };
     Client::connect(qemu.path(), options).await.unwrap_err();
-    let dropped = tokio::time::timeout(
-        MOMENT,
-        Client::connect(qemu.path(), ConnectOptions::default()),
-    )
-    .await;
+    let dropped = tokio::time::timeout(MOMENT, Client::connect(qemu.path(), ConnectOptions::default())).await;
     assert!(dropped.is_err());
 }
 
@@ -229,10 +216,7 @@ async fn settled(expected: usize) {
         }
     };
     if tokio::time::timeout(PATIENCE, counted).await.is_err() {
-        panic!(
-            "{} descriptors are open, not {expected}",
-            open_descriptors()
-        );
+        panic!("{} descriptors are open, not {expected}", open_descriptors());
     }
 }
 

@@ -9,9 +9,7 @@ use serde::{Deserialize, Serialize};
 /// A number of bytes.
 ///
 /// Displays as people read it: `"512 B"`, `"4.3 GiB"`.
-#[derive(
-    Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Serialize, Deserialize,
-)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct ByteCount(pub u64);
 

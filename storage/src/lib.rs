@@ -29,13 +29,12 @@ mod sys;
 
 pub use byte_count::ByteCount;
 pub use image::{
-    BlockPlacement, BlockSize, Corruption, CreateOptions, Image, ImageError, ImageState,
-    ImageWriter, Layout, LayoutError, Manifest, MemoryWritten, Mismatch, SealedImage, TornBecause,
-    Usage, Verified,
+    BlockPlacement, BlockSize, Corruption, CreateOptions, Image, ImageError, ImageState, ImageWriter, Layout,
+    LayoutError, Manifest, MemoryWritten, Mismatch, SealedImage, TornBecause, Usage, Verified,
 };
 pub use memory::{GuestMemory, MemoryError, MemoryFile};
 pub use migration::{
-    Page, PageBytes, PageContent, PrecopyError, Recording, StreamBlock, StreamError,
-    try_write_precopy, write_precopy,
+    Page, PageBytes, PageContent, PrecopyError, Recording, StreamBlock, StreamError, try_write_precopy,
+    write_precopy,
 };
 pub use run::{Progress, Run, WORKER_THREADS};

@@ -137,9 +137,7 @@ fn a_flipped_bit_in_any_area_is_found_and_its_place_told() {
     // A chunk of zeros, be it a hole of the guest or zeros that were there.
     for zeros in [MIB, 3 * MIB, 5 * MIB - 1] {
         let expected = zeros / MIB * MIB;
-        assert!(
-            matches!(found(ram + zeros), Corruption::NotZero { offset, .. } if offset == expected)
-        );
+        assert!(matches!(found(ram + zeros), Corruption::NotZero { offset, .. } if offset == expected));
     }
     for (name, (offset, length)) in [
         ("chunk table", table),
@@ -153,10 +151,7 @@ fn a_flipped_bit_in_any_area_is_found_and_its_place_told() {
             );
         }
     }
-    assert!(
-        working(|run| image.verify(run)).is_ok(),
-        "every bit was put back"
-    );
+    assert!(working(|run| image.verify(run)).is_ok(), "every bit was put back");
 }
 
 #[test]
@@ -183,10 +178,7 @@ fn a_bad_chunk_never_reaches_a_guest() {
         &laboratory.target(),
         layout.block("pc.ram").unwrap().offset + 2 * MIB,
     );
-    flip_bit(
-        &laboratory.target(),
-        layout.block("pc.bios").unwrap().offset,
-    );
+    flip_bit(&laboratory.target(), layout.block("pc.bios").unwrap().offset);
     assert!(matches!(
         laboratory.filled(&image),
         Err(ImageError::Corrupt { .. })
@@ -269,10 +261,7 @@ fn a_file_of_another_kind_is_not_an_image() {
     noise(&mut noisy, 9);
     for content in [&b""[..], b"QEVM", &[0; 8192], &noisy] {
         fs::write(&path, content).unwrap();
-        assert!(matches!(
-            Image::open(&path),
-            Err(ImageError::NotAnImage { .. })
-        ));
+        assert!(matches!(Image::open(&path), Err(ImageError::NotAnImage { .. })));
     }
     assert!(matches!(
         Image::open(laboratory.folder.path()),
@@ -310,10 +299,7 @@ fn a_newer_format_is_told_with_both_versions() {
     ));
     assert_eq!(
         error.to_string(),
-        format!(
-            "{} has format 2, this version reads up to 1",
-            path.display()
-        )
+        format!("{} has format 2, this version reads up to 1", path.display())
     );
 }
 

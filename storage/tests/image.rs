@@ -7,8 +7,8 @@ use std::os::unix::fs::{FileExt, MetadataExt};
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use dormouse_storage::{
-    ByteCount, Image, ImageError, ImageState, MemoryFile, Mismatch, PageContent, Progress,
-    Recording, Run, try_write_precopy, write_precopy,
+    ByteCount, Image, ImageError, ImageState, MemoryFile, Mismatch, PageContent, Progress, Recording, Run,
+    try_write_precopy, write_precopy,
 };
 use fixture::{Laboratory, MIB, PAGE, SMALL_BLOCKS, noise, read_all, small_page, working};
 
@@ -82,10 +82,7 @@ fn what_the_image_tells_of_itself_is_what_was_written() {
     let verified = working(|run| image.verify(run)).unwrap();
     assert_eq!((verified.chunks, verified.bytes), (8, image.layout().ram()));
     assert!(laboratory.filled(&image).unwrap() == laboratory.ram);
-    assert_eq!(
-        fs::metadata(laboratory.target()).unwrap().mode() & 0o777,
-        0o600
-    );
+    assert_eq!(fs::metadata(laboratory.target()).unwrap().mode() & 0o777, 0o600);
 }
 
 #[test]
@@ -207,10 +204,7 @@ fn what_is_not_an_image_or_is_in_use_is_never_replaced() {
 
     drop(laboratory.sealed());
     let held = Image::open_locked(&laboratory.target()).unwrap();
-    assert!(matches!(
-        laboratory.create(true),
-        Err(ImageError::Locked { .. })
-    ));
+    assert!(matches!(laboratory.create(true), Err(ImageError::Locked { .. })));
     drop(held);
     assert!(laboratory.create(true).is_ok());
 }
@@ -293,11 +287,7 @@ fn a_cancel_ends_writing_filling_and_verifying() {
     };
     cancelled.store(true, Ordering::Relaxed);
     assert!(matches!(image.verify(&run), Err(ImageError::Cancelled)));
-    let ram = MemoryFile::create(
-        &laboratory.folder.path().join("ram"),
-        laboratory.ram_length(),
-    )
-    .unwrap();
+    let ram = MemoryFile::create(&laboratory.folder.path().join("ram"), laboratory.ram_length()).unwrap();
     assert!(matches!(
         image.fill("pc.ram", &ram, &run),
         Err(ImageError::Cancelled)
@@ -327,9 +317,8 @@ fn a_cancel_ends_writing_filling_and_verifying() {
 #[test]
 fn a_guest_that_is_not_whole_is_not_sealed() {
     let laboratory = Laboratory::new();
-    let seal = |writer: dormouse_storage::ImageWriter| {
-        writer.seal(&laboratory.manifest(), &laboratory.recording())
-    };
+    let seal =
+        |writer: dormouse_storage::ImageWriter| writer.seal(&laboratory.manifest(), &laboratory.recording());
     let mut writer = laboratory.create(false).unwrap();
     working(|run| writer.write_memory("pc.ram", &laboratory.memory(), run)).unwrap();
     let again = working(|run| writer.write_memory("pc.ram", &laboratory.memory(), run));
@@ -359,8 +348,7 @@ fn a_guest_that_is_not_whole_is_not_sealed() {
         ),
         "{error}"
     );
-    let error =
-        working(|run| writer.write_memory("pc.bios", &laboratory.memory(), run)).unwrap_err();
+    let error = working(|run| writer.write_memory("pc.bios", &laboratory.memory(), run)).unwrap_err();
     assert!(
         matches!(
             error,
@@ -407,11 +395,7 @@ fn a_manifest_beyond_its_limit_is_refused_before_anything_is_published() {
 fn filling_needs_a_block_and_a_memory_of_the_same_length() {
     let laboratory = Laboratory::new();
     let image = laboratory.image();
-    let short = MemoryFile::create(
-        &laboratory.folder.path().join("short"),
-        ByteCount(PAGE as u64),
-    )
-    .unwrap();
+    let short = MemoryFile::create(&laboratory.folder.path().join("short"), ByteCount(PAGE as u64)).unwrap();
     let error = working(|run| image.fill("pc.ram", &short, run)).unwrap_err();
     assert!(
         matches!(

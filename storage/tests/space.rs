@@ -8,9 +8,7 @@ mod fixture;
 use std::fs;
 use std::path::Path;
 
-use dormouse_storage::{
-    BlockSize, ByteCount, CreateOptions, GuestMemory, ImageError, ImageWriter, Layout,
-};
+use dormouse_storage::{BlockSize, ByteCount, CreateOptions, GuestMemory, ImageError, ImageWriter, Layout};
 use fixture::{Laboratory, noise, working};
 use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
 use std::ffi::CString;

@@ -49,11 +49,11 @@ fn like_10() -> Stream {
         .section(0x02, 1)
         .page((false, "virt.flash0"), 0, None);
     stream.bytes.extend(0x200_u64.to_be_bytes());
-    stream
-        .end_of_section(1)
-        .command(11, &[])
-        .section(0x03, 1)
-        .page((false, "virt.flash0"), 0, Some(&small_page("f", 0)));
+    stream.end_of_section(1).command(11, &[]).section(0x03, 1).page(
+        (false, "virt.flash0"),
+        0,
+        Some(&small_page("f", 0)),
+    );
     stream.end_of_section(1).tail(b"\x04devices");
     stream
 }
@@ -206,14 +206,9 @@ fn what_cannot_be_kept_is_refused_by_its_name() {
         Recording::parse(&stream.bytes).unwrap_err()
     };
     let ram = |stream: &mut Stream| {
-        stream
-            .ram_start(1, &[("pc.ram", 0x2000, None)])
-            .section(0x02, 1);
+        stream.ram_start(1, &[("pc.ram", 0x2000, None)]).section(0x02, 1);
     };
-    assert_eq!(
-        error(&|stream| stream.bytes[0] = b'q'),
-        StreamError::NotAStream
-    );
+    assert_eq!(error(&|stream| stream.bytes[0] = b'q'), StreamError::NotAStream);
     assert_eq!(
         error(&|stream| stream.bytes[7] = 2),
         StreamError::Version { found: 2 }
@@ -263,10 +258,7 @@ fn what_cannot_be_kept_is_refused_by_its_name() {
     );
     assert_eq!(
         error(&|stream| {
-            stream
-                .section(0x04, 0)
-                .bytes
-                .extend(b"\x11virtio-mem-early!");
+            stream.section(0x04, 0).bytes.extend(b"\x11virtio-mem-early!");
         }),
         StreamError::Section {
             name: "virtio-mem-early!".into(),

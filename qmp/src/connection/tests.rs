@@ -49,8 +49,7 @@ impl Bench {
     }
 
     fn receive(&mut self, line: &str) {
-        self.connection
-            .receive(Message::parse(line.as_bytes()).unwrap());
+        self.connection.receive(Message::parse(line.as_bytes()).unwrap());
     }
 
     fn reply(&mut self, id: u64) {
@@ -100,18 +99,12 @@ fn nothing_but_the_negotiation_is_said_before_the_connection_is_ready() {
     bench.submit(2);
     assert_eq!(bench.done(), [""; 0]);
     bench.receive(r#"{"return": {}, "id": 0}"#);
-    assert_eq!(
-        bench.done(),
-        ["ready", "execute command-1", "execute command-2"]
-    );
+    assert_eq!(bench.done(), ["ready", "execute command-1", "execute command-2"]);
 }
 
 #[test]
 fn out_of_band_execution_is_enabled_where_it_is_offered() {
-    for (offered, arguments) in [
-        ("[\"oob\"]", json!({"enable": ["oob"]})),
-        ("[]", Value::Null),
-    ] {
+    for (offered, arguments) in [("[\"oob\"]", json!({"enable": ["oob"]})), ("[]", Value::Null)] {
         let mut bench = Bench::new();
         bench.receive(&format!(
             r#"{{"QMP": {{"version": {{}}, "capabilities": {offered}}}}}"#
@@ -120,10 +113,7 @@ fn out_of_band_execution_is_enabled_where_it_is_offered() {
             panic!()
         };
         let line: Value = serde_json::from_slice(&line).unwrap();
-        assert_eq!(
-            line.get("arguments").cloned().unwrap_or_default(),
-            arguments
-        );
+        assert_eq!(line.get("arguments").cloned().unwrap_or_default(), arguments);
     }
 }
 
@@ -234,10 +224,7 @@ fn a_command_out_of_band_is_not_sent_where_that_is_not_offered() {
     });
     bench.receive(r#"{"QMP": {"version": {}, "capabilities": []}}"#);
     bench.receive(r#"{"return": {}, "id": 0}"#);
-    assert_eq!(
-        bench.done(),
-        ["execute qmp_capabilities", "ready", "1 no oob"]
-    );
+    assert_eq!(bench.done(), ["execute qmp_capabilities", "ready", "1 no oob"]);
 }
 
 #[test]

@@ -135,10 +135,7 @@ impl FakeQemu {
                 .collect()
         };
         let mut receiver = self.received.clone();
-        match receiver
-            .wait_for(|received| named(received).len() >= times)
-            .await
-        {
+        match receiver.wait_for(|received| named(received).len() >= times).await {
             Ok(received) => named(&received),
             // The task only ends with this handle.
             Err(_) => std::future::pending().await,
@@ -147,12 +144,7 @@ impl FakeQemu {
 
     /// Takes the descriptors that `getfd` and `add-fd` have taken so far.
     pub fn take_descriptors(&self) -> Vec<OwnedFd> {
-        std::mem::take(
-            &mut *self
-                .descriptors
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner),
-        )
+        std::mem::take(&mut *self.descriptors.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     fn cue(&self, cue: Cue) {
@@ -172,8 +164,7 @@ fn new_directory() -> io::Result<PathBuf> {
     static NEXT: AtomicU64 = AtomicU64::new(0);
     loop {
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
-        let directory =
-            std::env::temp_dir().join(format!("fake-qemu-{}-{number}", std::process::id()));
+        let directory = std::env::temp_dir().join(format!("fake-qemu-{}-{number}", std::process::id()));
         match std::fs::create_dir(&directory) {
             Ok(()) => return Ok(directory),
             // Left behind by a process that had this id before.

@@ -73,11 +73,7 @@ impl Script {
     }
 
     /// Answers each command of this name with what the function returns.
-    pub fn on_each(
-        mut self,
-        name: &str,
-        answer: impl FnMut(&Received) -> Answer + Send + 'static,
-    ) -> Self {
+    pub fn on_each(mut self, name: &str, answer: impl FnMut(&Received) -> Answer + Send + 'static) -> Self {
         self.answering.insert(name.to_owned(), Box::new(answer));
         self
     }

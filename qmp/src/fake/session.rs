@@ -117,8 +117,7 @@ impl Session {
     }
 
     async fn execute(&mut self, served: &mut Served, command: &Value) -> Flow {
-        let (out_of_band, name) = match (command["execute"].as_str(), command["exec-oob"].as_str())
-        {
+        let (out_of_band, name) = match (command["execute"].as_str(), command["exec-oob"].as_str()) {
             (Some(name), _) => (false, name),
             (None, Some(name)) => (true, name),
             (None, None) => {
@@ -257,10 +256,7 @@ pub(super) fn event_line(name: &str, data: Value) -> Vec<u8> {
 }
 
 fn error_line(id: &Value, class: &str, desc: &str) -> Vec<u8> {
-    line_of(&with_id(
-        json!({"error": {"class": class, "desc": desc}}),
-        id,
-    ))
+    line_of(&with_id(json!({"error": {"class": class, "desc": desc}}), id))
 }
 
 fn with_id(mut answer: Value, id: &Value) -> Value {

@@ -190,19 +190,10 @@ mod tests {
             (Some(20 << 30), Some(3 << 30))
         );
         assert_eq!(image.backing_image.as_ref().unwrap().format, "raw");
-        assert_eq!(
-            node.dirty_bitmaps.as_ref().unwrap()[0].dirty_bytes,
-            Some(65536)
-        );
+        assert_eq!(node.dirty_bitmaps.as_ref().unwrap()[0].dirty_bytes, Some(65536));
         assert_eq!(drives[1].inserted, None);
-        assert_eq!(
-            (drives[1].removable, drives[1].tray_open),
-            (true, Some(false))
-        );
-        assert_eq!(
-            drives[1].io_status,
-            Some(IoStatus::Other("puzzled".to_owned()))
-        );
+        assert_eq!((drives[1].removable, drives[1].tray_open), (true, Some(false)));
+        assert_eq!(drives[1].io_status, Some(IoStatus::Other("puzzled".to_owned())));
     }
 
     #[test]

@@ -168,14 +168,8 @@ impl RamBlock {
         let words: Vec<&str> = line.split_whitespace().collect();
         // The name comes first and may itself look like anything, so the sizes are sought behind
         // it.
-        let sizes = (3..words.len()).find(|&at| {
-            words[at..]
-                .iter()
-                .take(3)
-                .filter_map(|word| hex(word))
-                .count()
-                == 3
-        })?;
+        let sizes = (3..words.len())
+            .find(|&at| words[at..].iter().take(3).filter_map(|word| hex(word)).count() == 3)?;
         Some(Self {
             name: words[..sizes - 2].join(" "),
             page_size_bytes: page_size_bytes(words[sizes - 2], words[sizes - 1]),
@@ -217,15 +211,11 @@ mod tests {
     #[test]
     fn a_known_run_state_is_read_and_an_unknown_one_is_kept() {
         let status = |word: &str| -> StatusInfo {
-            serde_json::from_value(json!({"status": word, "singlestep": false, "running": false}))
-                .unwrap()
+            serde_json::from_value(json!({"status": word, "singlestep": false, "running": false})).unwrap()
         };
         assert_eq!(status("postmigrate").status, RunState::Postmigrate);
         assert_eq!(status("finish-migrate").status, RunState::FinishMigrate);
-        assert_eq!(
-            status("dreaming").status,
-            RunState::Other("dreaming".to_owned())
-        );
+        assert_eq!(status("dreaming").status, RunState::Other("dreaming".to_owned()));
         assert_eq!(status("dreaming").status.to_string(), "dreaming");
     }
 
@@ -256,15 +246,9 @@ mod tests {
         ]))
         .unwrap();
         assert_eq!(machines[0].default_ram_id.as_deref(), Some("pc.ram"));
+        assert_eq!((machines[0].cpu_max, machines[0].is_default), (Some(4096), true));
         assert_eq!(
-            (machines[0].cpu_max, machines[0].is_default),
-            (Some(4096), true)
-        );
-        assert_eq!(
-            (
-                machines[1].default_ram_id.as_deref(),
-                machines[1].is_default
-            ),
+            (machines[1].default_ram_id.as_deref(), machines[1].is_default),
             (None, false)
         );
     }

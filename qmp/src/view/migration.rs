@@ -151,16 +151,12 @@ impl MigrationInfo {
     /// An end that is seen here is not yet an end of everything: the run state follows a moment
     /// later.
     pub fn is_terminal(&self) -> bool {
-        self.status
-            .as_ref()
-            .is_some_and(MigrationStatus::is_terminal)
+        self.status.as_ref().is_some_and(MigrationStatus::is_terminal)
     }
 
     /// Whether a migration was started and has not ended.
     pub fn is_in_progress(&self) -> bool {
-        self.status
-            .as_ref()
-            .is_some_and(MigrationStatus::is_in_progress)
+        self.status.as_ref().is_some_and(MigrationStatus::is_in_progress)
     }
 }
 
@@ -198,9 +194,8 @@ mod tests {
 
     #[test]
     fn a_completed_migration_needs_no_remaining() {
-        let info = read(
-            json!({"status": "completed", "downtime": 14, "total-time": 5211, "ram": {"total": 4096}}),
-        );
+        let info =
+            read(json!({"status": "completed", "downtime": 14, "total-time": 5211, "ram": {"total": 4096}}));
         assert!(info.is_terminal() && !info.is_in_progress());
         assert_eq!(
             (info.downtime_ms, info.ram.unwrap().remaining_bytes),

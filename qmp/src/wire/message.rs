@@ -138,9 +138,7 @@ impl Message {
 impl Greeting {
     /// Whether the monitor offers out-of-band execution.
     pub fn offers_oob(&self) -> bool {
-        self.capabilities
-            .iter()
-            .any(|capability| capability == "oob")
+        self.capabilities.iter().any(|capability| capability == "oob")
     }
 }
 
@@ -151,9 +149,7 @@ impl<'de> Deserialize<'de> for Greeting {
             Value::Array(items) => items,
             Value::Null => Vec::new(),
             _ => {
-                return Err(D::Error::custom(
-                    "the capabilities of the greeting are no list",
-                ));
+                return Err(D::Error::custom("the capabilities of the greeting are no list"));
             }
         };
         Ok(Self {
@@ -234,8 +230,7 @@ mod tests {
 
     #[test]
     fn sizes_of_64_bits_stay_exact() {
-        let Message::Reply { result, .. } = parse(r#"{"return": {"size": 18446744073709551615}}"#)
-        else {
+        let Message::Reply { result, .. } = parse(r#"{"return": {"size": 18446744073709551615}}"#) else {
             panic!()
         };
         assert_eq!(result["size"].as_u64(), Some(u64::MAX));
@@ -244,9 +239,7 @@ mod tests {
     #[test]
     fn an_unknown_error_class_is_a_string_like_any_other() {
         assert_eq!(
-            parse(
-                r#"{"id": "x", "error": {"class": "NovelTrouble", "desc": "no", "position": 4}}"#
-            ),
+            parse(r#"{"id": "x", "error": {"class": "NovelTrouble", "desc": "no", "position": 4}}"#),
             Message::Error {
                 id: Some(json!("x")),
                 class: "NovelTrouble".to_owned(),
@@ -257,12 +250,8 @@ mod tests {
 
     #[test]
     fn a_parse_error_of_the_peer_has_no_id() {
-        let message =
-            parse(r#"{"error": {"class": "GenericError", "desc": "JSON parse error, stray '}'"}}"#);
-        assert!(
-            matches!(message, Message::Error { id: None, .. }),
-            "{message:?}"
-        );
+        let message = parse(r#"{"error": {"class": "GenericError", "desc": "JSON parse error, stray '}'"}}"#);
+        assert!(matches!(message, Message::Error { id: None, .. }), "{message:?}");
     }
 
     #[test]

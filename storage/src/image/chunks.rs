@@ -102,15 +102,13 @@ impl ChunkTable {
             let mut of_block = Vec::with_capacity(entries as usize);
             for index in 0..entries {
                 let expected = chunk_length(length, chunk_bytes, index);
-                of_block.push(decode_entry(&mut rest, expected).map_err(
-                    |reason| match reason {
-                        EntryError::Short => TableError::Short,
-                        EntryError::Invalid => TableError::Entry {
-                            block: name.clone(),
-                            index,
-                        },
+                of_block.push(decode_entry(&mut rest, expected).map_err(|reason| match reason {
+                    EntryError::Short => TableError::Short,
+                    EntryError::Invalid => TableError::Entry {
+                        block: name.clone(),
+                        index,
                     },
-                )?);
+                })?);
             }
             placements.push(BlockPlacement {
                 name,
@@ -268,10 +266,7 @@ mod tests {
     }
 
     fn any_table() -> impl Strategy<Value = ChunkTable> {
-        let block = (
-            1_u64..2000,
-            prop::collection::vec(any::<Option<u32>>(), 1..8),
-        );
+        let block = (1_u64..2000, prop::collection::vec(any::<Option<u32>>(), 1..8));
         prop::collection::vec(block, 1..6).prop_map(|blocks| table_of(&blocks))
     }
 

@@ -155,9 +155,7 @@ pub enum TornBecause {
 #[non_exhaustive]
 pub enum Corruption {
     /// A chunk of RAM.
-    #[error(
-        "RAM block {block:?} at {offset:#x}: CRC-32 is {found:08x}, {expected:08x} was written"
-    )]
+    #[error("RAM block {block:?} at {offset:#x}: CRC-32 is {found:08x}, {expected:08x} was written")]
     Chunk {
         /// Name of the RAM block.
         block: String,

@@ -94,12 +94,7 @@ impl Layout {
         }
         let mut names = HashSet::new();
         let mut free_from = BLOCK_ALIGNMENT;
-        for BlockPlacement {
-            name,
-            offset,
-            length,
-        } in &blocks
-        {
+        for BlockPlacement { name, offset, length } in &blocks {
             if name.is_empty() || name.len() > NAME_LIMIT {
                 return Err(LayoutError::Name {
                     length: name.len(),
@@ -164,9 +159,7 @@ impl Layout {
 
     /// Where the last block ends; a multiple of [`AREA_ALIGNMENT`], because lengths are.
     pub(super) fn ram_end(&self) -> u64 {
-        self.blocks
-            .last()
-            .map_or(BLOCK_ALIGNMENT, BlockPlacement::end)
+        self.blocks.last().map_or(BLOCK_ALIGNMENT, BlockPlacement::end)
     }
 }
 
@@ -242,11 +235,7 @@ mod tests {
             size("vga", 4096),
         ])
         .unwrap();
-        let offsets: Vec<u64> = layout
-            .blocks()
-            .iter()
-            .map(|block| block.offset >> 20)
-            .collect();
+        let offsets: Vec<u64> = layout.blocks().iter().map(|block| block.offset >> 20).collect();
         assert_eq!(offsets, [2, 8, 10]);
         assert_eq!(layout.block("vga").unwrap().end(), (10 << 20) + 4096);
         assert_eq!(layout.block("none"), None);
@@ -317,10 +306,7 @@ mod tests {
                 place("b", 2 * BLOCK_ALIGNMENT, 4096),
             ],
         ] {
-            assert!(matches!(
-                Layout::of(blocks),
-                Err(LayoutError::Misplaced { .. })
-            ));
+            assert!(matches!(Layout::of(blocks), Err(LayoutError::Misplaced { .. })));
         }
     }
 }

@@ -170,8 +170,7 @@ mod tests {
         assert_eq!(manifest.guest.state_when_saved, GuestState::Paused);
         assert_eq!(manifest.qemu.binary, None);
         assert!(manifest.disks.is_empty());
-        let again: Manifest =
-            serde_json::from_slice(&serde_json::to_vec(&manifest).unwrap()).unwrap();
+        let again: Manifest = serde_json::from_slice(&serde_json::to_vec(&manifest).unwrap()).unwrap();
         assert_eq!(again, manifest);
     }
 }

@@ -59,15 +59,14 @@ impl<'a> Pages<'a> {
         match bytes {
             Some(bytes) => {
                 let (pages, _) = bytes.as_chunks::<PAGE_BYTES>();
-                self.ready
-                    .extend(pages.iter().zip(0_u64..).map(|(bytes, index)| {
-                        let content = if sys::is_zero(bytes) {
-                            PageContent::Zero
-                        } else {
-                            PageContent::Data(Box::new(*bytes).into())
-                        };
-                        page(index * PAGE_BYTES as u64, content)
-                    }));
+                self.ready.extend(pages.iter().zip(0_u64..).map(|(bytes, index)| {
+                    let content = if sys::is_zero(bytes) {
+                        PageContent::Zero
+                    } else {
+                        PageContent::Data(Box::new(*bytes).into())
+                    };
+                    page(index * PAGE_BYTES as u64, content)
+                }));
             }
             None => {
                 let offsets = (0..u64::from(length)).step_by(PAGE_BYTES);

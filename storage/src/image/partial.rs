@@ -89,12 +89,8 @@ impl PartialFile {
     /// On any error the target is what it was before, as far as the system lets us.
     pub(super) fn publish(mut self) -> Result<File, ImageError> {
         let failed = |operation, source: io::Error| ImageError::io(operation, &self.target, source);
-        let folder =
-            File::open(&self.folder).map_err(|source| failed("open the folder of", source))?;
-        let keep = self
-            .file
-            .try_clone()
-            .map_err(|source| failed("hold", source))?;
+        let folder = File::open(&self.folder).map_err(|source| failed("open the folder of", source))?;
+        let keep = self.file.try_clone().map_err(|source| failed("hold", source))?;
         let left = match &self.replaced {
             Some(replaced) => self.take_place_of(replaced)?,
             None => self.take_free_name()?,
@@ -112,11 +108,7 @@ impl PartialFile {
                 Left::Nothing | Left::Link => fs::remove_file(&self.target),
             };
             let _ = folder.sync_all();
-            return Err(ImageError::io(
-                "make durable the name of",
-                &self.target,
-                source,
-            ));
+            return Err(ImageError::io("make durable the name of", &self.target, source));
         }
         Ok(keep)
     }
@@ -126,8 +118,7 @@ impl PartialFile {
             Ok(()) => Ok(Left::Nothing),
             // File systems that cannot (some network ones) can link, which never replaces either.
             Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) => {
-                rustix::fs::linkat(CWD, &self.path, CWD, &self.target, AtFlags::empty())
-                    .map(|()| Left::Link)
+                rustix::fs::linkat(CWD, &self.path, CWD, &self.target, AtFlags::empty()).map(|()| Left::Link)
             }
             Err(error) => Err(error),
         };

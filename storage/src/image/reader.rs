@@ -125,8 +125,8 @@ impl Image {
                 ChunkContent::Data { .. } => data += ByteCount(chunk.length.into()),
             }
         }
-        let allocated = allocated(&self.file)
-            .map_err(|source| ImageError::io("look at", &self.path, source))?;
+        let allocated =
+            allocated(&self.file).map_err(|source| ImageError::io("look at", &self.path, source))?;
         Ok(Usage {
             data,
             zero,
@@ -271,8 +271,7 @@ impl Image {
     }
 
     fn write_copy(&self, superblock: &Superblock, copy: usize) -> io::Result<()> {
-        self.file
-            .write_all_at(&superblock.encode(), COPY_OFFSETS[copy])?;
+        self.file.write_all_at(&superblock.encode(), COPY_OFFSETS[copy])?;
         self.file.sync_data()
     }
 
@@ -418,12 +417,7 @@ pub(super) fn read_superblocks(file: &File, path: &Path) -> Result<Superblocks, 
 }
 
 /// Reads an area whose length was checked against its limit and the file's length.
-fn read_area(
-    file: &File,
-    path: &Path,
-    name: &'static str,
-    area: Area,
-) -> Result<Vec<u8>, ImageError> {
+fn read_area(file: &File, path: &Path, name: &'static str, area: Area) -> Result<Vec<u8>, ImageError> {
     let mut bytes = vec![0; area.length as usize];
     file.read_exact_at(&mut bytes, area.offset)
         .map_err(|source| ImageError::io("read", path, source))?;

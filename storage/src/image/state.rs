@@ -59,11 +59,7 @@ mod tests {
         ];
         for from in [Writing, Sealed, Waking, Consumed] {
             for to in [Writing, Sealed, Waking, Consumed] {
-                assert_eq!(
-                    from.may_become(to),
-                    legal.contains(&(from, to)),
-                    "{from} to {to}"
-                );
+                assert_eq!(from.may_become(to), legal.contains(&(from, to)), "{from} to {to}");
             }
         }
     }

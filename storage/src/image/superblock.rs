@@ -89,11 +89,7 @@ impl Superblock {
         put(16, self.id.as_bytes());
         put(32, &self.generation.to_le_bytes());
         put(40, &self.chunk_bytes.to_le_bytes());
-        for (at, area) in [
-            (48, self.table),
-            (72, self.device_state),
-            (96, self.manifest),
-        ] {
+        for (at, area) in [(48, self.table), (72, self.device_state), (96, self.manifest)] {
             put(at, &area.offset.to_le_bytes());
             put(at + 8, &area.length.to_le_bytes());
             put(at + 16, &area.crc32.to_le_bytes());
@@ -173,9 +169,7 @@ impl Superblocks {
             return Self::Newer(version);
         }
         match copies {
-            [Copy::Valid(first), Copy::Valid(second)] if first.id != second.id => {
-                Self::Contradiction
-            }
+            [Copy::Valid(first), Copy::Valid(second)] if first.id != second.id => Self::Contradiction,
             [Copy::Valid(first), Copy::Valid(second)] if second.generation > first.generation => {
                 Self::Valid {
                     current: second,

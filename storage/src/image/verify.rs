@@ -43,8 +43,7 @@ impl Image {
             |buffer, index| {
                 let (block, chunk) = places[index];
                 self.verify_chunk(block, chunk, buffer)?;
-                run.progress
-                    .advance(self.chunk(block, chunk).1.length.into());
+                run.progress.advance(self.chunk(block, chunk).1.length.into());
                 Ok(())
             },
         )?;
@@ -54,12 +53,7 @@ impl Image {
         })
     }
 
-    fn verify_chunk(
-        &self,
-        block: usize,
-        chunk: usize,
-        buffer: &mut AlignedBuf,
-    ) -> Result<(), ImageError> {
+    fn verify_chunk(&self, block: usize, chunk: usize, buffer: &mut AlignedBuf) -> Result<(), ImageError> {
         let (placement, entry, start) = self.chunk(block, chunk);
         if let ChunkContent::Data { .. } = entry.content {
             return self.read_chunk(block, chunk, buffer).map(|_| ());

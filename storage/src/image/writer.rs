@@ -77,11 +77,7 @@ impl ImageWriter {
     /// [`ImageError::TargetExists`] if there is something and it may not be replaced,
     /// [`ImageError::NotAnImage`] if it is not an image, [`ImageError::Locked`] if it is in use,
     /// [`ImageError::Io`] if the system refuses.
-    pub fn create(
-        target: &Path,
-        layout: Layout,
-        options: CreateOptions,
-    ) -> Result<Self, ImageError> {
+    pub fn create(target: &Path, layout: Layout, options: CreateOptions) -> Result<Self, ImageError> {
         let partial = PartialFile::create(target, options.replace, options.image_id)?;
         let failed = |operation, source| ImageError::io(operation, partial.path(), source);
         let beginning = superblock::beginning(options.image_id, CHUNK_BYTES).encode();
@@ -186,10 +182,7 @@ impl ImageWriter {
                 block: name.clone(),
                 mismatch,
             };
-            let in_stream = recording
-                .blocks()
-                .iter()
-                .position(|block| block.name == name);
+            let in_stream = recording.blocks().iter().position(|block| block.name == name);
             let in_stream = in_stream.ok_or_else(|| mismatch(Mismatch::NotRecorded))?;
             let index = self.block_to_write(&name, recording.blocks()[in_stream].used_length)?;
             // A stopped guest's stream holds each page of a block that it holds at all. Taking a
@@ -214,15 +207,10 @@ impl ImageWriter {
     /// [`ImageError::ManifestTooLong`]; [`ImageError::TargetExists`] if somebody took the name
     /// meanwhile; [`ImageError::NoSpace`] and [`ImageError::Io`] from the disk. On any error there
     /// is no image.
-    pub fn seal(
-        mut self,
-        manifest: &Manifest,
-        recording: &Recording,
-    ) -> Result<SealedImage, ImageError> {
+    pub fn seal(mut self, manifest: &Manifest, recording: &Recording) -> Result<SealedImage, ImageError> {
         self.check_whole(recording)?;
-        let manifest = serde_json::to_vec(manifest).map_err(|source| {
-            ImageError::io("describe", self.partial.path(), io::Error::other(source))
-        })?;
+        let manifest = serde_json::to_vec(manifest)
+            .map_err(|source| ImageError::io("describe", self.partial.path(), io::Error::other(source)))?;
         let length = ByteCount(manifest.len() as u64);
         if length > MANIFEST_LIMIT {
             return Err(ImageError::ManifestTooLong {
@@ -230,10 +218,7 @@ impl ImageWriter {
                 limit: MANIFEST_LIMIT,
             });
         }
-        let chunks = std::mem::take(&mut self.chunks)
-            .into_iter()
-            .flatten()
-            .collect();
+        let chunks = std::mem::take(&mut self.chunks).into_iter().flatten().collect();
         let table = ChunkTable {
             layout: self.layout.clone(),
             chunks,
@@ -394,9 +379,8 @@ impl ImageWriter {
 
     /// Bytes free for those who are not root, because root's reserve is not there to hold images.
     fn available(&self) -> Result<ByteCount, ImageError> {
-        let free = rustix::fs::fstatvfs(&self.partial.file).map_err(|error| {
-            ImageError::io("ask for free space on", self.partial.folder(), error)
-        })?;
+        let free = rustix::fs::fstatvfs(&self.partial.file)
+            .map_err(|error| ImageError::io("ask for free space on", self.partial.folder(), error))?;
         Ok(ByteCount(free.f_bavail.saturating_mul(free.f_frsize)))
     }
 
@@ -417,10 +401,7 @@ impl ImageWriter {
 }
 
 /// The parts of `range` that lie in `extents`, which are in order and apart.
-fn parts_in<'a>(
-    extents: &'a [Range<u64>],
-    range: &'a Range<u64>,
-) -> impl Iterator<Item = Range<u64>> + 'a {
+fn parts_in<'a>(extents: &'a [Range<u64>], range: &'a Range<u64>) -> impl Iterator<Item = Range<u64>> + 'a {
     let first = extents.partition_point(|extent| extent.end <= range.start);
     extents[first..]
         .iter()

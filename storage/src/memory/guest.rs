@@ -97,12 +97,7 @@ impl GuestMemory {
     }
 
     /// Writes the bytes in `range` to `file` at `offset`, from where they lie.
-    pub(crate) fn write_at(
-        &self,
-        range: Range<u64>,
-        file: &DirectFile,
-        offset: u64,
-    ) -> io::Result<()> {
+    pub(crate) fn write_at(&self, range: Range<u64>, file: &DirectFile, offset: u64) -> io::Result<()> {
         self.mapping.write_at(&as_usize(range), file, offset)
     }
 }
@@ -195,10 +190,7 @@ mod tests {
             let file = tempfile::tempfile().unwrap();
             file.set_len(1 << 20).unwrap();
             let error = GuestMemory::map(file, ByteCount(length)).unwrap_err();
-            assert!(
-                matches!(error, MemoryError::NotPages { .. }),
-                "{length}: {error}"
-            );
+            assert!(matches!(error, MemoryError::NotPages { .. }), "{length}: {error}");
         }
     }
 }

@@ -311,14 +311,8 @@ impl Ram {
             }
             missing = missing
                 .checked_sub(used_length)
-                .ok_or(StreamError::BlockList(
-                    "its lengths are more than their total",
-                ))?;
-            if self
-                .by_name
-                .insert(name.clone(), self.blocks.len())
-                .is_some()
-            {
+                .ok_or(StreamError::BlockList("its lengths are more than their total"))?;
+            if self.by_name.insert(name.clone(), self.blocks.len()).is_some() {
                 return Err(StreamError::BlockList("two blocks have one name"));
             }
             self.blocks.push(StreamBlock {

@@ -110,10 +110,7 @@ impl Recording {
 
     /// How many pages came for the block with this index.
     pub(crate) fn page_count(&self, block: usize) -> u64 {
-        self.pages
-            .places
-            .range((block, 0)..=(block, u64::MAX))
-            .count() as u64
+        self.pages.places.range((block, 0)..=(block, u64::MAX)).count() as u64
     }
 
     /// The pages that came for the block with this index, by offset.
@@ -150,11 +147,7 @@ impl Recording {
         out.write_all(&self.tail)
     }
 
-    pub(super) fn write_section_type(
-        &self,
-        section_type: u8,
-        out: &mut impl Write,
-    ) -> io::Result<()> {
+    pub(super) fn write_section_type(&self, section_type: u8, out: &mut impl Write) -> io::Result<()> {
         out.write_all(&[section_type])?;
         out.write_all(&self.section.number.to_be_bytes())
     }
@@ -187,9 +180,7 @@ impl Pages {
     }
 
     fn all(&self) -> impl Iterator<Item = Page<'_>> {
-        self.places
-            .iter()
-            .map(|(place, slot)| self.page(place, slot))
+        self.places.iter().map(|(place, slot)| self.page(place, slot))
     }
 
     fn page(&self, &(block, offset): &(usize, u64), slot: &Slot) -> Page<'_> {

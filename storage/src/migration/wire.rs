@@ -116,9 +116,7 @@ impl<'a> Cursor<'a> {
             at: self.stream.len(),
             part: self.part,
         };
-        let (taken, _) = self.stream[self.at..]
-            .split_at_checked(length)
-            .ok_or(short)?;
+        let (taken, _) = self.stream[self.at..].split_at_checked(length).ok_or(short)?;
         self.at += length;
         Ok(taken)
     }
@@ -128,9 +126,7 @@ impl<'a> Cursor<'a> {
             at: self.stream.len(),
             part: self.part,
         };
-        let (taken, _) = self.stream[self.at..]
-            .split_first_chunk::<N>()
-            .ok_or(short)?;
+        let (taken, _) = self.stream[self.at..].split_first_chunk::<N>().ok_or(short)?;
         self.at += N;
         Ok(taken)
     }

@@ -76,20 +76,14 @@ impl DirectFile {
     ///
     /// `start` must be valid for reads of `length` bytes for the whole call. The bytes may change
     /// meanwhile: only the kernel looks at them.
-    pub(super) unsafe fn write_raw_at(
-        &self,
-        start: *const u8,
-        length: usize,
-        offset: u64,
-    ) -> io::Result<()> {
+    pub(super) unsafe fn write_raw_at(&self, start: *const u8, length: usize, offset: u64) -> io::Result<()> {
         let mut done = 0;
         while done < length {
             let file = self.file_for(start as usize + done, length - done, offset + done as u64);
             let at = file_offset(offset + done as u64)?;
             // SAFETY: `done < length`, so the range stays inside what the caller vouches for.
-            let written = unsafe {
-                libc::pwrite64(file.as_raw_fd(), start.add(done).cast(), length - done, at)
-            };
+            let written =
+                unsafe { libc::pwrite64(file.as_raw_fd(), start.add(done).cast(), length - done, at) };
             match usize::try_from(written) {
                 Ok(0) => return Err(io::Error::from(io::ErrorKind::WriteZero)),
                 Ok(written) => done += written,
@@ -121,8 +115,7 @@ impl DirectFile {
     /// The direct descriptor where it may be used: a short transfer can leave a rest that is not
     /// aligned any more.
     fn file_for(&self, address: usize, length: usize, offset: u64) -> &File {
-        let aligned =
-            (address | length).is_multiple_of(ALIGNMENT) && offset.is_multiple_of(ALIGNMENT as u64);
+        let aligned = (address | length).is_multiple_of(ALIGNMENT) && offset.is_multiple_of(ALIGNMENT as u64);
         match &self.direct {
             Some(direct) if aligned && self.is_direct() => direct,
             _ => &self.buffered,

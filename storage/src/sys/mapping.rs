@@ -49,18 +49,11 @@ impl Mapping {
 
     /// Copies `range` to `at` in `buffer`.
     pub(crate) fn copy_to(&self, range: &Range<usize>, buffer: &mut AlignedBuf, at: usize) {
-        self.with_bytes(range, |bytes| {
-            buffer[at..at + bytes.len()].copy_from_slice(bytes)
-        });
+        self.with_bytes(range, |bytes| buffer[at..at + bytes.len()].copy_from_slice(bytes));
     }
 
     /// Writes `range` to `file` at `offset`, from where it lies.
-    pub(crate) fn write_at(
-        &self,
-        range: &Range<usize>,
-        file: &DirectFile,
-        offset: u64,
-    ) -> io::Result<()> {
+    pub(crate) fn write_at(&self, range: &Range<usize>, file: &DirectFile, offset: u64) -> io::Result<()> {
         self.check(range);
         // SAFETY: the range was checked to lie in the mapping, which lives for the whole call.
         unsafe { file.write_raw_at(self.map.as_ptr().add(range.start), range.len(), offset) }

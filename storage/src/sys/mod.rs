@@ -30,10 +30,7 @@ pub(crate) fn is_zero(bytes: &[u8]) -> bool {
     }
     strides.iter().all(|stride| {
         let (words, _) = stride.as_chunks::<8>();
-        words
-            .iter()
-            .fold(0, |all, word| all | u64::from_ne_bytes(*word))
-            == 0
+        words.iter().fold(0, |all, word| all | u64::from_ne_bytes(*word)) == 0
     }) && rest.iter().all(|byte| *byte == 0)
 }
 

@@ -126,14 +126,12 @@ fn one_random_life(seed: u64) {
     for id in 1..=200 {
         match dice.below(10) {
             0..=3 => {
-                let kind =
-                    [Kind::Plain, Kind::Plain, Kind::WithFds, Kind::OutOfBand][dice.below(4)];
+                let kind = [Kind::Plain, Kind::Plain, Kind::WithFds, Kind::OutOfBand][dice.below(4)];
                 model.submitted.push((id, kind));
                 bench.connection.submit(Request {
                     out_of_band: kind == Kind::OutOfBand,
                     carries_fds: kind == Kind::WithFds,
-                    deadline: (dice.below(2) == 0)
-                        .then(|| bench.at(clock + 1 + dice.below(10) as u64)),
+                    deadline: (dice.below(2) == 0).then(|| bench.at(clock + 1 + dice.below(10) as u64)),
                     ..bench.request(id)
                 });
             }
@@ -148,9 +146,7 @@ fn one_random_life(seed: u64) {
                 }
             }
             7 => {
-                bench.receive(
-                    &json!({"event": "TICK", "data": {"number": events_sent}}).to_string(),
-                );
+                bench.receive(&json!({"event": "TICK", "data": {"number": events_sent}}).to_string());
                 events_sent += 1;
             }
             8 => {
@@ -159,9 +155,7 @@ fn one_random_life(seed: u64) {
             }
             _ => {
                 let pending = model.submitted.iter().map(|(id, _)| *id);
-                let pending = pending
-                    .filter(|id| !model.settled.contains_key(id))
-                    .collect();
+                let pending = pending.filter(|id| !model.settled.contains_key(id)).collect();
                 if let Some(id) = dice.pick(&pending) {
                     model.withdrawn.insert(id);
                     bench.connection.withdraw(CommandId(id));

@@ -1,0 +1,124 @@
+//! A client of one supervisor's API.
+
+use std::path::PathBuf;
+
+use axum::http::{Method, Request, StatusCode};
+use http_body_util::{BodyExt, Full};
+use hyper::body::Bytes;
+use hyper::client::conn::http1;
+use hyper_util::rt::TokioIo;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use tokio::net::UnixStream;
+use uuid::Uuid;
+
+use super::types::{Cancelled, NewOperation, Operation, Problem, Vm};
+use crate::error::{Code, Failure, sentence};
+use crate::machine::hibernate::machine::CancelAnswer;
+use crate::supervisor::state_dir::StateDir;
+
+/// A VM's supervisor, as its clients know it. Each call is a connection of its own: calls are few and may wait long.
+#[derive(Debug, Clone)]
+pub struct Supervisor {
+    name: String,
+    socket: PathBuf,
+}
+
+impl Supervisor {
+    /// The supervisor of the VM `name`, which may not be there.
+    pub fn of(state: &StateDir, name: &str) -> Self {
+        Self {
+            name: name.to_owned(),
+            socket: state.api_socket(name),
+        }
+    }
+
+    /// What the VM does.
+    pub async fn vm(&self) -> Result<Vm, Failure> {
+        self.call(Method::GET, "/v1/vm", None::<&()>).await
+    }
+
+    /// Begins an operation.
+    pub async fn begin(&self, wish: &NewOperation) -> Result<Operation, Failure> {
+        self.call(Method::POST, "/v1/operations", Some(wish)).await
+    }
+
+    /// What an operation does, once there is something newer than version `seen`.
+    pub async fn news(&self, id: Uuid, seen: u64) -> Result<Operation, Failure> {
+        self.call(
+            Method::GET,
+            &format!("/v1/operations/{id}?seen={seen}"),
+            None::<&()>,
+        )
+        .await
+    }
+
+    /// Asks for the guest back.
+    pub async fn cancel(&self, id: Uuid) -> Result<CancelAnswer, Failure> {
+        let cancelled: Cancelled = self
+            .call(Method::POST, &format!("/v1/operations/{id}/cancel"), None::<&()>)
+            .await?;
+        Ok(cancelled.answer)
+    }
+
+    async fn call<T: DeserializeOwned>(
+        &self,
+        method: Method,
+        path: &str,
+        body: Option<&impl Serialize>,
+    ) -> Result<T, Failure> {
+        let lost = |error: &dyn std::error::Error| {
+            Failure::new(
+                Code::Unreachable,
+                format!(
+                    "cannot reach the supervisor of VM {}: {}",
+                    self.name,
+                    sentence(error)
+                ),
+            )
+        };
+        let internal = |error: &dyn std::error::Error| Failure::new(Code::Internal, sentence(error));
+        let stream = UnixStream::connect(&self.socket)
+            .await
+            .map_err(|error| lost(&error))?;
+        let (mut sender, connection) = http1::handshake(TokioIo::new(stream))
+            .await
+            .map_err(|error| lost(&error))?;
+        tokio::spawn(connection);
+        let bytes = match body {
+            Some(body) => Bytes::from(serde_json::to_vec(body).map_err(|error| internal(&error))?),
+            None => Bytes::new(),
+        };
+        let request = Request::builder()
+            .method(method)
+            .uri(path)
+            .header("host", "dormouse")
+            .header("content-type", "application/json")
+            .body(Full::new(bytes))
+            .map_err(|error| internal(&error))?;
+        let response = sender.send_request(request).await.map_err(|error| lost(&error))?;
+        let status = response.status();
+        let bytes = response
+            .into_body()
+            .collect()
+            .await
+            .map_err(|error| lost(&error))?
+            .to_bytes();
+        if status.is_success() {
+            return serde_json::from_slice(&bytes).map_err(|error| internal(&error));
+        }
+        Err(serde_json::from_slice::<Problem>(&bytes)
+            .map_or_else(|_| unexplained(status, &bytes), Failure::from))
+    }
+}
+
+/// A refusal that did not come from our own routes, such as a body that is no JSON.
+fn unexplained(status: StatusCode, body: &[u8]) -> Failure {
+    Failure::new(
+        Code::Internal,
+        format!(
+            "the supervisor answered {status}: {}",
+            String::from_utf8_lossy(body)
+        ),
+    )
+}

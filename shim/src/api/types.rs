@@ -1,0 +1,208 @@
+//! What the world sees of a VM and its operations. The machines do not know these types.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+use uuid::Uuid;
+
+use crate::error::{Code, Disposition, Failure, GuestState};
+use crate::machine::hibernate::machine::CancelAnswer;
+use crate::machine::{hibernate, wake};
+use crate::vm::ram_home::Pages;
+
+/// A VM.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Vm {
+    /// Its name.
+    pub name: String,
+    /// The supervisor's process.
+    pub supervisor_pid: u32,
+    /// QEMU's process.
+    pub pid: u32,
+    /// QEMU's run state, in QEMU's words.
+    pub run_state: String,
+    /// QEMU's version.
+    pub qemu_version: String,
+    /// Where its RAM is.
+    pub ram: Ram,
+    /// The operation that runs or ran last.
+    pub operation: Option<Operation>,
+    /// How it was woken, if it was.
+    pub woken: Option<Woken>,
+}
+
+/// Where a guest's RAM is.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "kebab-case")]
+pub enum Ram {
+    /// In shared files: the direct engine can save it.
+    Shared {
+        /// The pages that it is made of.
+        pages: Pages,
+    },
+    /// Mapped privately from an image.
+    MappedFromImage,
+    /// Wherever the user's command line puts it.
+    AsGiven,
+}
+
+/// How a guest was woken.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Woken {
+    /// The image.
+    pub image: PathBuf,
+    /// Its id.
+    pub image_id: Uuid,
+    /// How RAM came back.
+    pub mode: wake::Mode,
+    /// From QEMU's start to a guest that runs, in milliseconds.
+    pub start_to_running_ms: f64,
+    /// How long each phase took, in milliseconds.
+    pub timings_ms: BTreeMap<String, f64>,
+}
+
+/// A wish for an operation.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "kebab-case", deny_unknown_fields)]
+pub enum NewOperation {
+    /// Save the guest into an image and end QEMU.
+    Hibernate {
+        /// Where the image goes; an absolute path.
+        to: PathBuf,
+        /// Whether an image that is there already may be replaced.
+        #[serde(default)]
+        replace: bool,
+    },
+}
+
+/// An operation.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Operation {
+    /// Its id.
+    pub id: Uuid,
+    /// Counts the changes that a watcher has seen.
+    pub version: u64,
+    /// Where it is.
+    pub phase: hibernate::machine::Phase,
+    /// RAM that is dealt with, in bytes.
+    pub done_bytes: u64,
+    /// RAM that is to be dealt with, in bytes.
+    pub total_bytes: u64,
+    /// What came of it, once it ended well.
+    pub result: Option<Hibernated>,
+    /// Why it failed, once it did.
+    pub error: Option<Problem>,
+}
+
+/// What came of a hibernation.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Hibernated {
+    /// `hibernated`.
+    pub result: HibernatedTag,
+    /// The image.
+    pub image: PathBuf,
+    /// Its id.
+    pub image_id: Uuid,
+    /// RAM that was written, in bytes.
+    pub data_bytes: u64,
+    /// RAM that was zero and was not written, in bytes.
+    pub zero_bytes: u64,
+    /// From the stop of the vCPUs to a sealed image, in milliseconds.
+    pub pause_ms: f64,
+    /// How long each phase took, in milliseconds.
+    pub timings_ms: BTreeMap<String, f64>,
+}
+
+/// The word that tells results apart in a stream of JSON lines.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum HibernatedTag {
+    /// The guest is in the image and QEMU is gone.
+    Hibernated,
+}
+
+/// The answer to a cancel.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Cancelled {
+    /// What will come of it.
+    pub answer: CancelAnswer,
+}
+
+/// A failure, as RFC 9457 has it, with what a program needs beside.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Problem {
+    /// The HTTP status.
+    pub status: u16,
+    /// The kind of failure; stable.
+    pub code: Code,
+    /// Who can do something about it.
+    pub disposition: Disposition,
+    /// What the guest does.
+    pub guest: GuestState,
+    /// One sentence for a person.
+    pub detail: String,
+}
+
+impl From<&Failure> for Problem {
+    fn from(failure: &Failure) -> Self {
+        let status = match failure.code {
+            Code::Usage => 400,
+            Code::Refused | Code::ImageInvalid | Code::Cancelled => 409,
+            Code::TimedOut => 504,
+            Code::Unreachable => 502,
+            Code::NoSpace => 507,
+            Code::Internal | Code::StorageIo | Code::Operator => 500,
+        };
+        Self {
+            status,
+            code: failure.code,
+            disposition: failure.code.disposition(),
+            guest: failure.guest,
+            detail: failure.message.clone(),
+        }
+    }
+}
+
+impl From<Problem> for Failure {
+    fn from(problem: Problem) -> Self {
+        Self {
+            code: problem.code,
+            guest: problem.guest,
+            message: problem.detail,
+        }
+    }
+}
+
+impl From<hibernate::Report> for Hibernated {
+    fn from(report: hibernate::Report) -> Self {
+        Self {
+            result: HibernatedTag::Hibernated,
+            image: report.image,
+            image_id: report.image_id,
+            data_bytes: report.data.0,
+            zero_bytes: report.zero.0,
+            pause_ms: report.pause_ms,
+            timings_ms: by_name(&report.timings_ms),
+        }
+    }
+}
+
+impl From<wake::Report> for Woken {
+    fn from(report: wake::Report) -> Self {
+        Self {
+            image: report.image,
+            image_id: report.image_id,
+            mode: report.mode,
+            start_to_running_ms: report.start_to_running_ms,
+            timings_ms: by_name(&report.timings_ms),
+        }
+    }
+}
+
+fn by_name<P: std::fmt::Debug>(timings: &[(P, f64)]) -> BTreeMap<String, f64> {
+    timings
+        .iter()
+        .map(|(phase, elapsed)| (format!("{phase:?}"), *elapsed))
+        .collect()
+}

@@ -1,0 +1,137 @@
+//! `dormouse hibernate`: asks the VM's supervisor, or does it over a monitor of its own.
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use dormouse_qmp::{Client, ConnectOptions};
+use dormouse_storage::ByteCount;
+use tokio::sync::oneshot;
+
+use super::HibernateArguments;
+use super::report::{Progress, Report};
+use crate::api::client::Supervisor;
+use crate::api::types::{Hibernated, NewOperation, Operation};
+use crate::error::{Code, Failure};
+use crate::machine::hibernate::Request;
+use crate::supervisor::operation::Prepared;
+use crate::supervisor::state_dir::{StateDir, VmRecord};
+
+pub async fn hibernate(
+    arguments: HibernateArguments,
+    state: &StateDir,
+    report: &Report,
+) -> Result<ExitCode, Failure> {
+    let to = std::path::absolute(&arguments.to)
+        .map_err(|error| Failure::new(Code::Usage, format!("{}: {error}", arguments.to.display())))?;
+    let replace = arguments.replace;
+    let progress = report.progress();
+    let outcome = match (&arguments.name, &arguments.qmp) {
+        (Some(name), _) => {
+            let supervisor = Supervisor::of(state, name);
+            by_supervisor(&supervisor, NewOperation::Hibernate { to, replace }, &progress).await
+        }
+        (None, Some(socket)) => by_ourselves(socket, to, replace, &progress).await,
+        (None, None) => Err(Failure::new(Code::Usage, "name a VM, or a monitor with --qmp")),
+    };
+    progress.finish();
+    let hibernated = outcome?;
+    report.result(&hibernated, &describe(&hibernated));
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The supervisor works; we watch, and pass on a Ctrl-C.
+async fn by_supervisor(
+    supervisor: &Supervisor,
+    wish: NewOperation,
+    progress: &Progress,
+) -> Result<Hibernated, Failure> {
+    let mut operation = supervisor.begin(&wish).await?;
+    let id = operation.id;
+    loop {
+        if let Some(outcome) = outcome(&operation) {
+            return outcome;
+        }
+        progress.tell(&operation);
+        operation = tokio::select! {
+            news = supervisor.news(id, operation.version) => news?,
+            _ = tokio::signal::ctrl_c() => {
+                supervisor.cancel(id).await?;
+                supervisor.news(id, operation.version).await?
+            }
+        };
+    }
+}
+
+/// Takes the monitor for one operation.
+async fn by_ourselves(
+    socket: &Path,
+    target: PathBuf,
+    replace: bool,
+    progress: &Progress,
+) -> Result<Hibernated, Failure> {
+    let client = Client::connect(socket, ConnectOptions::default()).await?;
+    let (vm_name, command_line) = known_of(socket, client.peer_pid());
+    let request = Request {
+        target,
+        replace,
+        vm_name,
+        command_line,
+    };
+    let prepared = Prepared::new();
+    let (mut documents, cancel) = (prepared.watch(), prepared.cancel());
+    let mut work = std::pin::pin!(prepared.drive(client, request));
+    loop {
+        tokio::select! {
+            outcome = &mut work => return outcome.map(Hibernated::from),
+            Ok(()) = documents.changed() => progress.tell(&documents.borrow_and_update()),
+            _ = tokio::signal::ctrl_c() => {
+                // The answer shows in the outcome.
+                let (tell, _) = oneshot::channel();
+                let _ = cancel.try_send(tell);
+            }
+        }
+    }
+}
+
+/// A guest whose supervisor died is known by the record that it left: what its process shows is not what the user gave.
+fn known_of(socket: &Path, pid: Option<u32>) -> (String, Option<Vec<String>>) {
+    let folder = socket
+        .canonicalize()
+        .ok()
+        .and_then(|socket| socket.parent().map(Path::to_owned));
+    match folder.and_then(|folder| Some((VmRecord::read(&folder)?, folder))) {
+        Some((record, folder)) if Some(record.pid) == pid => {
+            let name = folder
+                .file_name()
+                .unwrap_or_default()
+                .to_string_lossy()
+                .into_owned();
+            (name, Some(record.command_line))
+        }
+        _ => ("vm".to_owned(), None),
+    }
+}
+
+fn outcome(operation: &Operation) -> Option<Result<Hibernated, Failure>> {
+    match (&operation.result, &operation.error) {
+        (Some(result), _) => Some(Ok(result.clone())),
+        (None, Some(problem)) => Some(Err(problem.clone().into())),
+        (None, None) => None,
+    }
+}
+
+fn describe(hibernated: &Hibernated) -> String {
+    let took = |phase: &str| hibernated.timings_ms.get(phase).copied().unwrap_or_default();
+    let memory_ms = took("SavingMemory");
+    let rate = hibernated.data_bytes as f64 / 1e6 / memory_ms.max(0.001);
+    format!(
+        "hibernated to {}\npaused {:.0} ms: device state {:.0} ms, RAM {:.0} ms ({} at {rate:.2} GB/s, {} of zeros left out), seal {:.0} ms",
+        hibernated.image.display(),
+        hibernated.pause_ms,
+        took("SavingDevices"),
+        memory_ms,
+        ByteCount(hibernated.data_bytes),
+        ByteCount(hibernated.zero_bytes),
+        took("Sealing"),
+    )
+}

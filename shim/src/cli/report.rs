@@ -1,0 +1,143 @@
+//! How things are told: sentences and a progress bar to a person, JSON lines to a program.
+
+use std::io::{IsTerminal, Write, stderr, stdout};
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
+
+use indicatif::{ProgressBar, ProgressStyle};
+use serde::Serialize;
+use serde_json::json;
+
+use crate::api::types::Operation;
+use crate::error::Failure;
+
+/// Where a verb tells what it does.
+#[derive(Debug)]
+pub struct Report {
+    json: bool,
+}
+
+impl Report {
+    /// JSON lines, or words.
+    pub fn new(json: bool) -> Self {
+        Self { json }
+    }
+
+    /// The result: an object for programs, a text for people.
+    pub fn result(&self, object: &impl Serialize, text: &str) {
+        if self.json {
+            print_json(object)
+        } else {
+            print_line(text)
+        }
+    }
+
+    /// A remark beside a guest that has the terminal's output: on the error output, and only for people.
+    pub fn remark(&self, text: &str) {
+        if !self.json {
+            // A closed error output is no reason to fail.
+            let _ = writeln!(stderr(), "dormouse: {text}");
+        }
+    }
+
+    /// Why it failed.
+    pub fn failure(&self, failure: &Failure) {
+        if self.json {
+            print_json(&json!({"error": {
+                "code": failure.code,
+                "disposition": failure.code.disposition(),
+                "guest": failure.guest,
+                "message": failure.message,
+            }}));
+        } else {
+            let guest = serde_json::to_value(failure.guest).unwrap_or_default();
+            let guest = guest.as_str().unwrap_or_default();
+            let _ = match guest {
+                "unknown" => writeln!(stderr(), "dormouse: {failure}"),
+                guest => writeln!(stderr(), "dormouse: {failure} (guest: {guest})"),
+            };
+        }
+    }
+
+    /// A teller of an operation's progress.
+    pub fn progress(&self) -> Progress {
+        let bar = if self.json || !stderr().is_terminal() {
+            ProgressBar::hidden()
+        } else {
+            ProgressBar::no_length()
+        };
+        if let Ok(style) =
+            ProgressStyle::with_template("{msg} {bar:30} {bytes}/{total_bytes} {bytes_per_sec} {eta}")
+        {
+            bar.set_style(style);
+        }
+        Progress {
+            json: self.json,
+            bar,
+            begun: Mutex::new(None),
+        }
+    }
+}
+
+/// Tells an operation's progress.
+#[derive(Debug)]
+pub struct Progress {
+    json: bool,
+    bar: ProgressBar,
+    /// When bytes began to count.
+    begun: Mutex<Option<Instant>>,
+}
+
+impl Progress {
+    /// Tells where the operation is.
+    pub fn tell(&self, operation: &Operation) {
+        if self.json {
+            let (rate, eta) = self.rate_and_eta(operation);
+            print_json(&json!({
+                "operation": operation.id,
+                "phase": operation.phase,
+                "bytes": operation.done_bytes,
+                "total": operation.total_bytes,
+                "rate": rate,
+                "eta": eta,
+            }));
+        } else {
+            self.bar.set_message(format!("{:?}", operation.phase));
+            self.bar.set_length(operation.total_bytes);
+            self.bar.set_position(operation.done_bytes);
+        }
+    }
+
+    /// Takes the bar off the terminal.
+    pub fn finish(&self) {
+        self.bar.finish_and_clear();
+    }
+
+    /// Bytes per second so far, and seconds until all are done; `None` while there is nothing to tell them by.
+    fn rate_and_eta(&self, operation: &Operation) -> (Option<f64>, Option<f64>) {
+        let Ok(mut begun) = self.begun.lock() else {
+            return (None, None);
+        };
+        if operation.done_bytes == 0 {
+            return (None, None);
+        }
+        let elapsed = begun.get_or_insert_with(Instant::now).elapsed();
+        if elapsed < Duration::from_millis(1) {
+            return (None, None);
+        }
+        let rate = operation.done_bytes as f64 / elapsed.as_secs_f64();
+        let left = operation.total_bytes.saturating_sub(operation.done_bytes) as f64;
+        (Some(rate), Some(left / rate))
+    }
+}
+
+/// A closed pipe must not end a supervisor in panic, so nothing here uses `println!`.
+fn print_line(text: &str) {
+    let _ = writeln!(stdout(), "{text}");
+}
+
+fn print_json(object: &impl Serialize) {
+    if let Ok(text) = serde_json::to_string(object) {
+        print_line(&text);
+    }
+}

@@ -1,0 +1,40 @@
+//! Hibernation: a guest's memory and devices become an image, and QEMU ends.
+
+pub mod machine;
+pub mod plan;
+pub mod runner;
+
+use std::path::PathBuf;
+
+use dormouse_storage::ByteCount;
+use uuid::Uuid;
+
+/// What is asked for.
+#[derive(Debug, Clone)]
+pub struct Request {
+    /// Where the image goes.
+    pub target: PathBuf,
+    /// Whether an image that is there already may be replaced.
+    pub replace: bool,
+    /// The name of the VM, for the image's manifest.
+    pub vm_name: String,
+    /// QEMU's command line as the user gave it; `None`: take what QEMU's process shows.
+    pub command_line: Option<Vec<String>>,
+}
+
+/// What came of it.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Report {
+    /// The image.
+    pub image: PathBuf,
+    /// Its id.
+    pub image_id: Uuid,
+    /// RAM that was written.
+    pub data: ByteCount,
+    /// RAM that was zero and was not.
+    pub zero: ByteCount,
+    /// How long each phase took, in milliseconds, in order.
+    pub timings_ms: Vec<(machine::Phase, f64)>,
+    /// From the stop of the vCPUs to a sealed image, in milliseconds.
+    pub pause_ms: f64,
+}

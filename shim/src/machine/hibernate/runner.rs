@@ -1,0 +1,527 @@
+//! Acts for the hibernation's machine: one effect at a time, with an eye on cancels and on the guest.
+//!
+//! ```text
+//!             ┌──── cancel, RESUME event ────┐
+//!  effect ──► perform ──► outcome ──► machine.step ──► next effect
+//! ```
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::pin::pin;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use dormouse_qmp::view::machine::RunState;
+use dormouse_qmp::view::migration::MigrationStatus;
+use dormouse_qmp::{Client, Events, Heard, command};
+use dormouse_storage::image::manifest::{Backend, Guest, GuestState as SavedState, Manifest, RamBlock};
+use dormouse_storage::{
+    ByteCount, CreateOptions, GuestMemory, ImageWriter, MemoryWritten, Progress, Recording, Run, SealedImage,
+    WORKER_THREADS,
+};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
+use tokio::io::AsyncReadExt;
+use tokio::net::UnixStream;
+use tokio::sync::{mpsc, oneshot, watch};
+use tokio::time::Instant;
+use uuid::Uuid;
+
+use super::machine::{CancelAnswer, Effect, Input, Machine, Phase};
+use super::plan::{Plan, preflight};
+use super::{Report, Request};
+use crate::error::{Code, Failure, GuestState, sentence};
+use crate::machine::effect::{blocking, milliseconds, out_of_order};
+use crate::machine::interrupt::Interrupt;
+use crate::vm::monitor::{self, MigrationSettings, wait_for_migration_end, wait_for_run_state};
+
+/// The name under which QEMU gets its end of the socket for the device state.
+const STREAM_FD: &str = "dormouse-device-state";
+
+/// How long QEMU may take from the end of the stream to `completed`, and to let go of a cancelled migration.
+const MIGRATION_END_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// How long QEMU's process may take to end after `quit`.
+const QUIT_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// What a hibernation tells while it runs.
+#[derive(Debug, Clone)]
+pub struct Told {
+    /// Where it is.
+    pub phase: Phase,
+    /// How much RAM is dealt with; meaningful in `SavingMemory`.
+    pub progress: Arc<Progress>,
+}
+
+/// A request to cancel, with the place for its answer.
+pub type Cancel = oneshot::Sender<CancelAnswer>;
+
+/// Hibernates the guest behind `client`. Returns when it is over, whichever way.
+pub async fn hibernate(
+    client: Client,
+    request: Request,
+    told: watch::Sender<Told>,
+    mut cancels: mpsc::Receiver<Cancel>,
+) -> Result<Report, Failure> {
+    let progress = Arc::clone(&told.borrow().progress);
+    let mut work = Work::new(client.clone(), request, progress);
+    let (mut machine, first) = Machine::begin();
+    let mut next = Some(first);
+    while let Some(effect) = next {
+        told.send_modify(|told| told.phase = machine.phase());
+        let phase = machine.phase();
+        let started = Instant::now();
+        let interrupt = work.interrupt.clone();
+        let mut resumed = work.watch_for_resume(effect);
+        let input = {
+            let mut act = pin!(work.perform(effect, machine.was_running()));
+            loop {
+                let news = tokio::select! {
+                    input = &mut act => break input,
+                    Some(answer) = cancels.recv() => {
+                        // Whoever asked may be gone; the cancel counts all the same.
+                        let _ = answer.send(machine.answer_to_cancel());
+                        Input::CancelRequested
+                    }
+                    () = Work::resume_heard(&mut resumed) => Input::GuestRan,
+                };
+                if machine.step(news) == Some(Effect::Interrupt) {
+                    interrupt.raise();
+                }
+            }
+        };
+        tracing::debug!(?effect, ?input, elapsed = ?started.elapsed(), "effect ended");
+        work.timings_ms.push((phase, milliseconds(started.elapsed())));
+        next = machine.step(input);
+    }
+    told.send_modify(|told| told.phase = machine.phase());
+    match machine.failure().cloned() {
+        Some(failure) if failure.guest == GuestState::Unknown => {
+            Err(failure.with_guest(monitor::guest_state(&client).await))
+        }
+        Some(failure) => Err(failure),
+        None => work.report(),
+    }
+}
+
+/// What one hibernation has in its hands.
+struct Work {
+    client: Client,
+    request: Request,
+    progress: Arc<Progress>,
+    interrupt: Interrupt,
+    image_id: Uuid,
+    plan: Option<Arc<Plan>>,
+    writer: Option<ImageWriter>,
+    settings: Option<MigrationSettings>,
+    recording: Option<Recording>,
+    written: MemoryWritten,
+    sealed: Option<SealedImage>,
+    paused_at: Option<Instant>,
+    pause_ms: f64,
+    timings_ms: Vec<(Phase, f64)>,
+}
+
+impl Work {
+    fn new(client: Client, request: Request, progress: Arc<Progress>) -> Self {
+        Self {
+            client,
+            request,
+            progress,
+            interrupt: Interrupt::new(),
+            image_id: Uuid::new_v4(),
+            plan: None,
+            writer: None,
+            settings: None,
+            recording: None,
+            written: MemoryWritten::default(),
+            sealed: None,
+            paused_at: None,
+            pause_ms: 0.0,
+            timings_ms: Vec::new(),
+        }
+    }
+
+    async fn perform(&mut self, effect: Effect, was_running: bool) -> Input {
+        let interrupt = self.interrupt.clone();
+        let outcome = match effect {
+            Effect::Preflight => interrupt.or(self.preflight()).await,
+            Effect::Reserve => self.reserve().await,
+            Effect::Pause => self.pause(was_running).await,
+            Effect::SaveDevices => interrupt.or(self.save_devices()).await,
+            Effect::SaveMemory => self.save_memory().await,
+            Effect::Seal => self.seal(was_running).await,
+            Effect::Terminate => self.terminate().await,
+            Effect::RollBack { resume } => self.roll_back(resume).await,
+            Effect::Interrupt => Ok(()),
+        };
+        match (effect, outcome) {
+            (_, Err(failure)) => Input::Failed(failure),
+            (Effect::Preflight, Ok(())) => Input::PreflightPassed {
+                running: self.plan.as_ref().is_some_and(|plan| plan.running),
+            },
+            (_, Ok(())) => Input::Done,
+        }
+    }
+
+    /// From the pause on a guest that runs is a guest whose image is worthless.
+    fn watch_for_resume(&self, effect: Effect) -> Option<Events> {
+        matches!(effect, Effect::SaveDevices | Effect::SaveMemory | Effect::Seal)
+            .then(|| self.client.events())
+    }
+
+    /// Waits for a RESUME event. What events may miss is found by the check of the run state before the seal.
+    async fn resume_heard(events: &mut Option<Events>) {
+        while let Some(subscription) = events {
+            match subscription.next().await {
+                Heard::Event(event) if event.name == "RESUME" => return,
+                Heard::Event(_) | Heard::Lagged(_) => {}
+                Heard::Closed => *events = None,
+            }
+        }
+        std::future::pending::<()>().await;
+    }
+
+    async fn preflight(&mut self) -> Result<(), Failure> {
+        let plan = preflight(&self.client, &self.request).await?;
+        self.progress.expect(plan.memory.shared_total());
+        self.plan = Some(Arc::new(plan));
+        Ok(())
+    }
+
+    async fn reserve(&mut self) -> Result<(), Failure> {
+        let plan = self.plan()?;
+        let (target, replace, image_id) = (self.request.target.clone(), self.request.replace, self.image_id);
+        let bound = super::plan::DEVICE_STATE_BOUND;
+        let writer = blocking(move || {
+            let mut writer =
+                ImageWriter::create(&target, plan.layout.clone(), CreateOptions { replace, image_id })?;
+            writer.reserve(bound)?;
+            Ok(writer)
+        })
+        .await?;
+        self.writer = Some(writer);
+        Ok(())
+    }
+
+    async fn pause(&mut self, was_running: bool) -> Result<(), Failure> {
+        self.paused_at = Some(Instant::now());
+        if was_running {
+            self.client.execute(&command::stop {}).await?;
+        }
+        wait_for_run_state(&self.client, "paused", |state| *state == RunState::Paused).await?;
+        Ok(())
+    }
+
+    /// Has QEMU migrate its devices into a socket pair, of which we hold the other end.
+    async fn save_devices(&mut self) -> Result<(), Failure> {
+        let plan = self.plan()?;
+        self.settings = Some(MigrationSettings::apply(&self.client, &["events", "x-ignore-shared"]).await?);
+        let mut stream = monitor::pass_stream(&self.client, STREAM_FD).await?;
+        let uri = Some(format!("fd:{STREAM_FD}"));
+        self.client
+            .execute(&command::migrate {
+                uri,
+                channels: None,
+                detach: None,
+                resume: None,
+            })
+            .await?;
+        let bytes = read_to_bound(&mut stream, plan.stream_bound()).await?;
+        let migration = wait_for_migration_end(&self.client, MIGRATION_END_TIMEOUT).await?;
+        if migration.status != Some(MigrationStatus::Completed) {
+            let why = migration
+                .error_desc
+                .unwrap_or_else(|| "QEMU gives no reason".to_owned());
+            return Err(Failure::new(
+                Code::Refused,
+                format!("QEMU could not save its devices: {why}"),
+            ));
+        }
+        wait_for_run_state(&self.client, "postmigrate", |state| {
+            *state == RunState::Postmigrate
+        })
+        .await?;
+        let recording = Recording::parse(&bytes).map_err(|error| {
+            Failure::new(
+                Code::Internal,
+                format!("cannot read QEMU's device state: {}", sentence(&error)),
+            )
+        })?;
+        check_recording(&recording, &plan)?;
+        self.recording = Some(recording);
+        Ok(())
+    }
+
+    async fn save_memory(&mut self) -> Result<(), Failure> {
+        let plan = self.plan()?;
+        let mut writer = self.writer.take().ok_or_else(out_of_order)?;
+        let recording = self.recording.take().ok_or_else(out_of_order)?;
+        let (progress, interrupt) = (Arc::clone(&self.progress), self.interrupt.clone());
+        let (writer, recording, written) = blocking(move || {
+            let run = Run {
+                threads: WORKER_THREADS,
+                progress: &progress,
+                cancelled: interrupt.flag(),
+            };
+            let mut written = MemoryWritten::default();
+            for block in &plan.memory.shared {
+                let file = block.file.try_clone().map_err(|error| {
+                    Failure::new(
+                        Code::Internal,
+                        format!("cannot hold RAM block {}: {error}", block.name),
+                    )
+                })?;
+                let memory = GuestMemory::map(file, block.length).map_err(|error| {
+                    Failure::new(
+                        Code::StorageIo,
+                        format!("cannot map RAM block {}: {}", block.name, sentence(&error)),
+                    )
+                })?;
+                let part = writer.write_memory(&block.name, &memory, &run)?;
+                written.data.0 += part.data.0;
+                written.zero.0 += part.zero.0;
+            }
+            writer.write_pages(&recording)?;
+            Ok((writer, recording, written))
+        })
+        .await?;
+        (self.writer, self.recording, self.written) = (Some(writer), Some(recording), written);
+        Ok(())
+    }
+
+    async fn seal(&mut self, was_running: bool) -> Result<(), Failure> {
+        let state = monitor::run_state(&self.client).await?;
+        if state != RunState::Postmigrate {
+            return Err(Failure::new(
+                Code::Refused,
+                format!(
+                    "somebody else changed the guest's run state to {state} while its memory was being saved"
+                ),
+            ));
+        }
+        let manifest = self.manifest(was_running).await?;
+        let writer = self.writer.take().ok_or_else(out_of_order)?;
+        let recording = self.recording.take().ok_or_else(out_of_order)?;
+        self.sealed = Some(blocking(move || Ok(writer.seal(&manifest, &recording)?)).await?);
+        self.pause_ms = self
+            .paused_at
+            .map(|at| milliseconds(at.elapsed()))
+            .unwrap_or_default();
+        Ok(())
+    }
+
+    async fn terminate(&mut self) -> Result<(), Failure> {
+        let plan = self.plan()?;
+        let gone = ProcessEnd::of(plan.pid);
+        // The connection may end before the answer is read; it is the process that counts.
+        let answer = self.client.execute(&command::quit {}).await;
+        let image = self.request.target.display();
+        let ended = blocking(move || {
+            gone.wait(QUIT_TIMEOUT).map_err(|error| {
+                Failure::new(Code::Operator, format!("cannot see whether it ended: {error}"))
+            })
+        })
+        .await
+        .map_err(|failure| {
+            failure.while_doing(&format!(
+                "the image {image} is complete; QEMU's process {}",
+                plan.pid
+            ))
+        })?;
+        if !ended {
+            let answer = answer
+                .err()
+                .map(|error| format!(" ({})", sentence(&error)))
+                .unwrap_or_default();
+            return Err(Failure::new(
+                Code::Operator,
+                format!(
+                    "the image {image} is complete, but QEMU's process {} is still there after {QUIT_TIMEOUT:?}{answer}; \
+                     end it without letting the guest run, or remove the image",
+                    plan.pid
+                ),
+            )
+            .with_guest(GuestState::Paused));
+        }
+        if let Some(sealed) = self.sealed.take() {
+            // Space that is not given back is no reason to call a sealed image a failure.
+            let given_back = blocking(move || Ok(sealed.give_back()?)).await;
+            if let Err(failure) = given_back {
+                tracing::warn!(%failure, "cannot give back the image's unused space");
+            }
+        }
+        Ok(())
+    }
+
+    async fn roll_back(&mut self, resume: bool) -> Result<(), Failure> {
+        // The partial image goes first: nothing that follows, and no end of QEMU, may leave it behind.
+        self.writer = None;
+        if let Some(sealed) = self.sealed.take() {
+            blocking(move || Ok(sealed.remove()?)).await?;
+        }
+        let state = monitor::run_state(&self.client).await?;
+        if state != RunState::Postmigrate {
+            self.client.execute(&command::migrate_cancel {}).await?;
+            wait_for_migration_end(&self.client, MIGRATION_END_TIMEOUT).await?;
+        }
+        // A descriptor that QEMU did not use stays open in it for ever. Once used it is gone, and this fails.
+        let _ = self
+            .client
+            .execute(&command::closefd {
+                fdname: STREAM_FD.to_owned(),
+            })
+            .await;
+        if let Some(settings) = self.settings.take() {
+            settings.put_back(&self.client).await?;
+        }
+        if resume {
+            self.client.execute(&command::cont {}).await?;
+            wait_for_run_state(&self.client, "running", |state| *state == RunState::Running).await?;
+        }
+        Ok(())
+    }
+
+    async fn manifest(&self, was_running: bool) -> Result<Manifest, Failure> {
+        let plan = self.plan()?;
+        let shared = |name: &str| plan.memory.is_shared(name);
+        Ok(Manifest {
+            created_unix_ms: SystemTime::now()
+                .duration_since(UNIX_EPOCH)
+                .map(|since| u64::try_from(since.as_millis()).unwrap_or(u64::MAX))
+                .unwrap_or_default(),
+            dormouse_version: env!("CARGO_PKG_VERSION").to_owned(),
+            vm_name: self.request.vm_name.clone(),
+            qemu: plan.qemu.clone(),
+            machine: plan.machine.clone(),
+            machine_default_ram_id: plan.main_ram.clone(),
+            cpu: plan.cpu.clone(),
+            ram_blocks: plan
+                .memory
+                .blocks
+                .iter()
+                .map(|block| RamBlock {
+                    name: block.name.clone(),
+                    length_bytes: block.length.0,
+                    backend: shared(&block.name).then(|| Backend {
+                        id: block.name.clone(),
+                        kind: "memory-backend-file".to_owned(),
+                    }),
+                })
+                .collect(),
+            command_line: Some(plan.command_line.clone()),
+            working_directory: Some(plan.directory.clone()),
+            disks: plan.disks(&self.client).await?,
+            guest: Guest {
+                state_when_saved: if was_running {
+                    SavedState::Running
+                } else {
+                    SavedState::Paused
+                },
+            },
+            timings_ms: self
+                .timings_ms
+                .iter()
+                .map(|(phase, elapsed)| (format!("{phase:?}"), *elapsed))
+                .collect(),
+            engine: "direct".to_owned(),
+        })
+    }
+
+    fn plan(&self) -> Result<Arc<Plan>, Failure> {
+        self.plan.clone().ok_or_else(out_of_order)
+    }
+
+    fn report(self) -> Result<Report, Failure> {
+        Ok(Report {
+            image: self.request.target,
+            image_id: self.image_id,
+            data: self.written.data,
+            zero: self.written.zero,
+            timings_ms: self.timings_ms,
+            pause_ms: self.pause_ms,
+        })
+    }
+}
+
+/// The end of a process that need not be our child. Made while the process surely lives, so that a process id that is
+/// used again is not taken for it.
+struct ProcessEnd(io::Result<OwnedFd>);
+
+impl ProcessEnd {
+    fn of(pid: u32) -> Self {
+        let pid = i32::try_from(pid).ok().and_then(Pid::from_raw);
+        Self(match pid {
+            None => Err(io::ErrorKind::NotFound.into()),
+            Some(pid) => pidfd_open(pid, PidfdFlags::empty()).map_err(io::Error::from),
+        })
+    }
+
+    /// Whether it ended within the limit.
+    fn wait(self, limit: Duration) -> io::Result<bool> {
+        let process = self.0?;
+        let limit = Timespec::try_from(limit).map_err(io::Error::other)?;
+        let mut watched = [PollFd::new(&process, PollFlags::IN)];
+        Ok(poll(&mut watched, Some(&limit))? > 0)
+    }
+}
+
+/// Reads until the end. More than `bound` means that QEMU streams RAM that we meant to read ourselves.
+async fn read_to_bound(stream: &mut UnixStream, bound: ByteCount) -> Result<Vec<u8>, Failure> {
+    let mut bytes = Vec::new();
+    stream
+        .take(bound.0 + 1)
+        .read_to_end(&mut bytes)
+        .await
+        .map_err(|error| {
+            Failure::new(
+                Code::Unreachable,
+                format!("QEMU's device state broke off: {error}"),
+            )
+        })?;
+    if bytes.len() as u64 > bound.0 {
+        return Err(Failure::new(
+            Code::Refused,
+            format!("QEMU sends more than {bound} of device state; it does not leave out the shared RAM"),
+        ));
+    }
+    Ok(bytes)
+}
+
+/// The stream must name the blocks that were planned and carry no page of those that we read ourselves.
+fn check_recording(recording: &Recording, plan: &Plan) -> Result<(), Failure> {
+    let blocks = recording.blocks();
+    for planned in plan.layout.blocks() {
+        match blocks.iter().find(|block| block.name == planned.name) {
+            Some(block) if block.used_length == planned.length => {}
+            Some(block) => {
+                return Err(Failure::new(
+                    Code::Refused,
+                    format!(
+                        "RAM block {} changed from {} to {}",
+                        planned.name, planned.length, block.used_length
+                    ),
+                ));
+            }
+            None => {
+                return Err(Failure::new(
+                    Code::Refused,
+                    format!("QEMU's device state does not name RAM block {}", planned.name),
+                ));
+            }
+        }
+    }
+    if let Some(page) = recording
+        .pages()
+        .find(|page| plan.memory.is_shared(&blocks[page.block].name))
+    {
+        return Err(Failure::new(
+            Code::Refused,
+            format!(
+                "QEMU streams RAM block {} although it is shared",
+                blocks[page.block].name
+            ),
+        ));
+    }
+    Ok(())
+}

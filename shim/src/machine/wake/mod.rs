@@ -1,0 +1,54 @@
+//! The wake: an image becomes a running guest, exactly once.
+
+pub mod machine;
+pub mod plan;
+pub mod runner;
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+use uuid::Uuid;
+
+/// What is asked for.
+#[derive(Debug, Clone)]
+pub struct Request {
+    /// The image.
+    pub image: PathBuf,
+    /// How RAM comes back; `None`: the fastest way that this QEMU has.
+    pub mode: Option<Mode>,
+    /// Whether the guest shall stay paused.
+    pub paused: bool,
+    /// Whether the image stays after it was used.
+    pub keep_image: bool,
+    /// Whether every chunk is checked first, also where the mode would not.
+    pub verify: bool,
+    /// Arguments for QEMU after the recorded ones.
+    pub changes: Vec<String>,
+}
+
+/// How RAM comes back.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+pub enum Mode {
+    /// RAM is mapped privately from the image: at once, whatever its size. Not checked before use; the guest's memory
+    /// stays on the image until it ends, and cannot be saved by the direct engine.
+    Map,
+    /// RAM is filled from the image first, every chunk checked. The image is free afterwards and the next hibernation
+    /// is direct again.
+    Eager,
+}
+
+/// What came of it.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Report {
+    /// The image.
+    pub image: PathBuf,
+    /// Its id.
+    pub image_id: Uuid,
+    /// How RAM came back.
+    pub mode: Mode,
+    /// How long each phase took, in milliseconds, in order.
+    pub timings_ms: Vec<(machine::Phase, f64)>,
+    /// From QEMU's start to a guest that runs (or is ready, when it stays paused), in milliseconds.
+    pub start_to_running_ms: f64,
+}

@@ -1,0 +1,183 @@
+//! The plan of a wake: from what the image says to the command line that QEMU gets.
+
+use std::path::{Path, PathBuf};
+
+use dormouse_storage::image::manifest::{GuestState as SavedState, Manifest};
+use dormouse_storage::{ByteCount, Image, ImageState};
+
+use super::{Mode, Request};
+use crate::error::{Code, Failure};
+use crate::vm::binary::{self, Binary};
+use crate::vm::command_line::{CommandLine, CommandLineError, MemoryBackend, Placement};
+use crate::vm::disks;
+
+/// A wake that can be tried.
+#[derive(Debug)]
+pub struct Plan {
+    /// How RAM comes back.
+    pub mode: Mode,
+    /// The command line for a QEMU that waits, with RAM still as recorded.
+    line: CommandLine,
+    /// The name of main RAM's block.
+    main_ram: String,
+    /// Whether QEMU takes `rom=off`.
+    rom_property: bool,
+    /// QEMU's working directory.
+    pub directory: PathBuf,
+    /// The blocks that the command line places: name and size.
+    pub placed: Vec<(String, ByteCount)>,
+    /// Whether the guest ran when it was saved.
+    pub was_running: bool,
+}
+
+/// The image has to be one that was never woken.
+pub fn check_state(image: &Image) -> Result<(), Failure> {
+    let path = image.path().display();
+    let message = match image.state() {
+        ImageState::Sealed => return Ok(()),
+        ImageState::Writing => format!("{path} was never completed"),
+        ImageState::Waking => {
+            format!("{path} is being woken, or its wake ended in between: its guest may have run since")
+        }
+        ImageState::Consumed => {
+            format!("{path} was woken already; its guest has run since and must not run again from it")
+        }
+    };
+    Err(Failure::new(Code::ImageInvalid, message))
+}
+
+/// Decides everything that can be decided without starting the guest's QEMU. `scratch`: a folder for a socket.
+pub async fn plan(image: &Image, request: &Request, scratch: &Path) -> Result<Plan, Failure> {
+    let manifest = image.manifest();
+    disks::check_unchanged(&manifest.disks)?;
+    let recorded = manifest.command_line.as_ref().ok_or_else(|| {
+        Failure::new(
+            Code::Refused,
+            "the image does not say how its guest was started".to_owned(),
+        )
+    })?;
+    let refused =
+        |error: CommandLineError| Failure::new(Code::Refused, format!("the recorded command line: {error}"));
+    let line = CommandLine::parse(recorded).map_err(refused)?;
+    let (offset_property, rom_property) = abilities(manifest, line.program(), scratch).await?;
+    let mode = choose_mode(request.mode, offset_property, &manifest.qemu.version)?;
+    let main_ram = manifest.machine_default_ram_id.clone().unwrap_or_default();
+    if main_ram.is_empty() && !line.names_main_memory() {
+        return Err(Failure::new(
+            Code::Refused,
+            "the image does not say which RAM block is the machine's main RAM",
+        ));
+    }
+    let placed = placed_blocks(manifest);
+    let line = line
+        .for_wake(&manifest.machine)
+        .with_changes(&request.changes)
+        .map_err(|error| {
+            Failure::new(
+                Code::Usage,
+                format!("the changes to QEMU's command line: {error}"),
+            )
+        })?;
+    Ok(Plan {
+        mode,
+        line,
+        main_ram,
+        rom_property,
+        directory: manifest
+            .working_directory
+            .clone()
+            .unwrap_or_else(|| PathBuf::from("/")),
+        placed,
+        was_running: manifest.guest.state_when_saved == SavedState::Running,
+    })
+}
+
+impl Plan {
+    /// The command line with RAM mapped from `image`, or in the files that `file_of` names.
+    pub fn command_line(
+        &self,
+        image: &Image,
+        file_of: impl Fn(&str) -> PathBuf,
+    ) -> Result<CommandLine, Failure> {
+        let place = |backend: &MemoryBackend| match (self.mode, image.layout().block(&backend.id)) {
+            (_, None) => Placement::AsGiven,
+            (Mode::Eager, Some(_)) => Placement::SharedFile(file_of(&backend.id)),
+            (Mode::Map, Some(block)) => Placement::Image {
+                path: image.path().to_owned(),
+                offset: ByteCount(block.offset),
+                rom_property: self.rom_property,
+            },
+        };
+        self.line
+            .with_memory(&self.main_ram, place)
+            .map_err(|error| Failure::new(Code::Refused, format!("the recorded command line: {error}")))
+    }
+
+    /// The names of the placed blocks: their pages do not travel in the stream.
+    pub fn placed_names(&self) -> Vec<&str> {
+        self.placed.iter().map(|(name, _)| name.as_str()).collect()
+    }
+
+    /// How much RAM the placed blocks are.
+    pub fn placed_total(&self) -> ByteCount {
+        ByteCount(self.placed.iter().map(|(_, length)| length.0).sum())
+    }
+}
+
+/// RAM that a memory backend stands for; what is left are ROMs, firmware tables and video memory.
+fn placed_blocks(manifest: &Manifest) -> Vec<(String, ByteCount)> {
+    manifest
+        .ram_blocks
+        .iter()
+        .filter(|block| block.backend.is_some())
+        .map(|block| (block.name.clone(), ByteCount(block.length_bytes)))
+        .collect()
+}
+
+/// Whether the binary takes `offset=` and `rom=`. The image remembers, so that a wake need not ask; a binary that
+/// looks different is asked again.
+async fn abilities(manifest: &Manifest, program: &str, scratch: &Path) -> Result<(bool, bool), Failure> {
+    let (path, fingerprint) = binary::locate(program)?;
+    let remembered = &manifest.qemu;
+    if remembered.binary.as_ref() == Some(&path) && remembered.binary_fingerprint == Some(fingerprint) {
+        return Ok((remembered.memory_backend_offset, remembered.memory_backend_rom));
+    }
+    tracing::info!(
+        program,
+        "not the binary that the guest was saved with; asking it what it can do"
+    );
+    let qemu = Binary::ask(program, scratch).await?.qemu;
+    Ok((qemu.memory_backend_offset, qemu.memory_backend_rom))
+}
+
+fn choose_mode(wanted: Option<Mode>, offset_property: bool, version: &str) -> Result<Mode, Failure> {
+    match wanted {
+        Some(Mode::Map) if !offset_property => Err(Failure::new(
+            Code::Refused,
+            format!(
+                "QEMU (the guest was saved on {version}) cannot map memory from inside a file: memory-backend-file has \
+                 no offset=, which came with QEMU 8.1; use --mode eager"
+            ),
+        )),
+        Some(mode) => Ok(mode),
+        None if offset_property => Ok(Mode::Map),
+        None => Ok(Mode::Eager),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn without_a_wish_the_fastest_mode_that_qemu_has_is_taken() {
+        assert_eq!(choose_mode(None, true, "10.0.2"), Ok(Mode::Map));
+        assert_eq!(choose_mode(None, false, "7.2.22"), Ok(Mode::Eager));
+        assert_eq!(choose_mode(Some(Mode::Eager), true, "10.0.2"), Ok(Mode::Eager));
+        let error = choose_mode(Some(Mode::Map), false, "7.2.22").unwrap_err();
+        assert!(
+            error.message.contains("QEMU 8.1") && error.message.contains("--mode eager"),
+            "{error}"
+        );
+    }
+}

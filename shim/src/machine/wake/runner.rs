@@ -1,0 +1,383 @@
+//! Acts for the wake's machine.
+
+use std::path::PathBuf;
+use std::pin::pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use dormouse_qmp::command;
+use dormouse_qmp::view::machine::RunState;
+use dormouse_qmp::view::migration::MigrationStatus;
+use dormouse_storage::migration::try_write_precopy;
+use dormouse_storage::{Image, ImageState, MemoryFile, Progress, Run, WORKER_THREADS};
+use tokio::sync::{mpsc, watch};
+use tokio::time::Instant;
+
+use super::machine::{Effect, Input, Machine, Phase};
+use super::plan::{Plan, check_state, plan};
+use super::{Mode, Report, Request};
+use crate::error::{Code, Failure, sentence};
+use crate::machine::effect::{blocking, milliseconds, out_of_order};
+use crate::machine::interrupt::Interrupt;
+use crate::vm::disks;
+use crate::vm::monitor::{self, wait_for_migration_end, wait_for_run_state};
+use crate::vm::process::QemuProcess;
+use crate::vm::ram_home::RamHome;
+
+/// The name under which QEMU gets its end of the socket for the device state.
+const STREAM_FD: &str = "dormouse-wake-stream";
+
+/// How long QEMU may take to load the device state once it has all of it.
+const LOAD_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// Where the guest's QEMU gets its sockets and its RAM.
+#[derive(Debug, Clone)]
+pub struct Surroundings {
+    /// The VM's folder in the state directory.
+    pub vm_directory: PathBuf,
+    /// The monitor's socket in it.
+    pub monitor_socket: PathBuf,
+    /// A tmpfs for RAM, where the user named one.
+    pub ram_directory: Option<PathBuf>,
+}
+
+/// A guest that is awake.
+#[derive(Debug)]
+pub struct Woken {
+    /// Its QEMU.
+    pub qemu: QemuProcess,
+    /// Its RAM's files, where it has some.
+    pub ram: Option<RamHome>,
+    /// The image, still locked. A mapped image must not change while the guest lives.
+    pub image: Image,
+    /// What was done.
+    pub report: Report,
+    /// The command line as the user gave it first, for the next hibernation.
+    pub command_line: Vec<String>,
+}
+
+/// Wakes the guest in an image. A send on `cancels` ends the wake while it can be ended.
+pub async fn wake(
+    request: Request,
+    surroundings: Surroundings,
+    told: watch::Sender<Phase>,
+    mut cancels: mpsc::Receiver<()>,
+) -> Result<Woken, Failure> {
+    let mut work = Work::new(request, surroundings);
+    let (mut machine, first) = Machine::begin();
+    let mut next = Some(first);
+    while let Some(effect) = next {
+        let phase = machine.phase();
+        told.send_replace(phase);
+        let started = Instant::now();
+        let interrupt = work.interrupt.clone();
+        let input = {
+            let mut act = pin!(work.perform(effect));
+            loop {
+                tokio::select! {
+                    outcome = &mut act => break outcome.map_or_else(Input::Failed, |()| Input::Done),
+                    Some(()) = cancels.recv() => {
+                        if machine.step(Input::CancelRequested) == Some(Effect::Interrupt) {
+                            interrupt.raise();
+                        }
+                    }
+                }
+            }
+        };
+        tracing::debug!(?effect, ?input, elapsed = ?started.elapsed(), "effect ended");
+        if let (Phase::Consuming, Input::Failed(failure)) = (phase, &input) {
+            tracing::warn!(%failure, "the guest runs, but its image could not be marked as used; remove it");
+        }
+        work.timings_ms.push((phase, milliseconds(started.elapsed())));
+        next = machine.step(input);
+    }
+    told.send_replace(machine.phase());
+    match machine.failure() {
+        Some(failure) => Err(failure.clone()),
+        None => work.into_woken(),
+    }
+}
+
+/// What one wake has in its hands.
+struct Work {
+    request: Request,
+    surroundings: Surroundings,
+    interrupt: Interrupt,
+    image: Option<Image>,
+    plan: Option<Plan>,
+    ram: Option<RamHome>,
+    qemu: Option<QemuProcess>,
+    qemu_started: Option<Instant>,
+    start_to_running_ms: f64,
+    timings_ms: Vec<(Phase, f64)>,
+}
+
+impl Work {
+    fn new(request: Request, surroundings: Surroundings) -> Self {
+        Self {
+            request,
+            surroundings,
+            interrupt: Interrupt::new(),
+            image: None,
+            plan: None,
+            ram: None,
+            qemu: None,
+            qemu_started: None,
+            start_to_running_ms: 0.0,
+            timings_ms: Vec::new(),
+        }
+    }
+
+    async fn perform(&mut self, effect: Effect) -> Result<(), Failure> {
+        let interrupt = self.interrupt.clone();
+        match effect {
+            Effect::Open => self.open().await,
+            Effect::Prepare => self.prepare().await,
+            Effect::Start => interrupt.or(self.start()).await,
+            Effect::Check => interrupt.or(self.check()).await,
+            Effect::Load => interrupt.or(self.load()).await,
+            Effect::Mark => self.mark(ImageState::Waking).await,
+            Effect::Resume => self.resume().await,
+            Effect::Consume => self.consume().await,
+            Effect::Abandon { unmark } => self.abandon(unmark).await,
+            Effect::Interrupt => Ok(()),
+        }
+    }
+
+    async fn open(&mut self) -> Result<(), Failure> {
+        let path = std::path::absolute(&self.request.image).map_err(|error| {
+            Failure::new(Code::Usage, format!("{}: {error}", self.request.image.display()))
+        })?;
+        let image = blocking(move || {
+            let image = Image::open_locked(&path)?;
+            check_state(&image)?;
+            Ok(image)
+        })
+        .await?;
+        self.plan = Some(plan(&image, &self.request, &self.surroundings.vm_directory).await?);
+        self.image = Some(image);
+        Ok(())
+    }
+
+    async fn prepare(&mut self) -> Result<(), Failure> {
+        let plan = self.plan.as_ref().ok_or_else(out_of_order)?;
+        let image = self.image.take().ok_or_else(out_of_order)?;
+        let mode = plan.mode;
+        let mut files = Vec::new();
+        if mode == Mode::Eager {
+            let Surroundings {
+                vm_directory,
+                ram_directory,
+                ..
+            } = &self.surroundings;
+            let ram = RamHome::prepare(vm_directory, ram_directory.as_deref(), plan.placed_total())?;
+            files.extend(
+                plan.placed
+                    .iter()
+                    .map(|(name, length)| (name.clone(), ram.file(name), *length)),
+            );
+            self.ram = Some(ram);
+        }
+        let progress = Arc::new(Progress::new(plan.placed_total()));
+        // An eager fill checks every chunk of RAM on its way; the rest is small and checked when it is loaded.
+        let verify = self.request.verify && mode != Mode::Eager;
+        let interrupt = self.interrupt.clone();
+        let image = blocking(move || {
+            let run = Run {
+                threads: WORKER_THREADS,
+                progress: &progress,
+                cancelled: interrupt.flag(),
+            };
+            if verify {
+                image.verify(&run)?;
+            }
+            for (name, path, length) in files {
+                let memory = MemoryFile::create(&path, length).map_err(|error| {
+                    Failure::new(
+                        Code::StorageIo,
+                        format!("cannot make RAM block {name}: {}", sentence(&error)),
+                    )
+                })?;
+                image.fill(&name, &memory, &run)?;
+            }
+            Ok(image)
+        })
+        .await?;
+        self.image = Some(image);
+        Ok(())
+    }
+
+    async fn start(&mut self) -> Result<(), Failure> {
+        let (plan, image) = self.planned()?;
+        let ram = self.ram.as_ref();
+        let line = plan.command_line(image, |id| ram.map(|ram| ram.file(id)).unwrap_or_default())?;
+        let started = Instant::now();
+        let qemu = QemuProcess::start(&line, &plan.directory, &self.surroundings.monitor_socket).await?;
+        self.qemu = Some(qemu);
+        self.qemu_started = Some(started);
+        Ok(())
+    }
+
+    async fn check(&mut self) -> Result<(), Failure> {
+        let (plan, image) = self.planned()?;
+        let present = disks::present(self.qemu()?.client(), &plan.directory).await?;
+        disks::check_same(&image.manifest().disks, &present)
+    }
+
+    async fn load(&mut self) -> Result<(), Failure> {
+        let (plan, image) = self.planned()?;
+        let client = self.qemu()?.client().clone();
+        let bytes = stream_of(image, plan)?;
+        client
+            .execute_raw(
+                "migrate-set-capabilities",
+                serde_json::json!({"capabilities": [{"capability": "events", "state": true}]}),
+            )
+            .await?;
+        let mut stream = monitor::pass_stream(&client, STREAM_FD).await?;
+        let uri = Some(format!("fd:{STREAM_FD}"));
+        client
+            .execute(&command::migrate_incoming {
+                uri,
+                channels: None,
+                exit_on_error: None,
+            })
+            .await?;
+        let sent = tokio::io::AsyncWriteExt::write_all(&mut stream, &bytes).await;
+        let migration = wait_for_migration_end(&client, LOAD_TIMEOUT)
+            .await
+            .map_err(|failure| {
+                // A QEMU that cannot load says why on its error output and ends.
+                if failure.code == Code::Unreachable {
+                    Failure::new(
+                        Code::Refused,
+                        "QEMU did not accept the image's device state and ended; it says why above",
+                    )
+                } else {
+                    failure
+                }
+            })?;
+        if migration.status != Some(MigrationStatus::Completed) {
+            let why = migration
+                .error_desc
+                .or(sent.err().map(|error| error.to_string()))
+                .unwrap_or_default();
+            return Err(Failure::new(
+                Code::Refused,
+                format!("QEMU did not accept the image's device state: {why}"),
+            ));
+        }
+        wait_for_run_state(&client, "paused", |state| *state == RunState::Paused).await?;
+        Ok(())
+    }
+
+    async fn mark(&mut self, state: ImageState) -> Result<(), Failure> {
+        let mut image = self.image.take().ok_or_else(out_of_order)?;
+        let (image, outcome) = blocking(move || {
+            let outcome = image.mark(state);
+            Ok((image, outcome))
+        })
+        .await?;
+        self.image = Some(image);
+        Ok(outcome?)
+    }
+
+    async fn resume(&mut self) -> Result<(), Failure> {
+        let runs = self.plan.as_ref().is_some_and(|plan| plan.was_running) && !self.request.paused;
+        let client = self.qemu()?.client().clone();
+        if runs {
+            client.execute(&command::cont {}).await?;
+            // From here on the guest may have run: whatever goes wrong now must not look like a refusal.
+            wait_for_run_state(&client, "running", |state| *state == RunState::Running)
+                .await
+                .map_err(|failure| Failure {
+                    code: Code::Operator,
+                    ..failure
+                })?;
+        }
+        self.start_to_running_ms = self
+            .qemu_started
+            .map(|at| milliseconds(at.elapsed()))
+            .unwrap_or_default();
+        Ok(())
+    }
+
+    async fn consume(&mut self) -> Result<(), Failure> {
+        self.mark(ImageState::Consumed).await?;
+        if !self.request.keep_image {
+            let path = self.image.as_ref().ok_or_else(out_of_order)?.path().to_owned();
+            // A mapped image lives on, without a name, as long as the guest.
+            std::fs::remove_file(&path).map_err(|error| {
+                Failure::new(
+                    Code::StorageIo,
+                    format!("cannot remove {}: {error}", path.display()),
+                )
+            })?;
+        }
+        Ok(())
+    }
+
+    async fn abandon(&mut self, unmark: bool) -> Result<(), Failure> {
+        if let Some(mut qemu) = self.qemu.take() {
+            qemu.kill().await?;
+        }
+        if let Some(ram) = self.ram.take() {
+            ram.remove();
+        }
+        if unmark
+            && self
+                .image
+                .as_ref()
+                .is_some_and(|image| image.state() == ImageState::Waking)
+        {
+            self.mark(ImageState::Sealed).await?;
+        }
+        Ok(())
+    }
+
+    fn planned(&self) -> Result<(&Plan, &Image), Failure> {
+        self.plan
+            .as_ref()
+            .zip(self.image.as_ref())
+            .ok_or_else(out_of_order)
+    }
+
+    fn qemu(&self) -> Result<&QemuProcess, Failure> {
+        self.qemu.as_ref().ok_or_else(out_of_order)
+    }
+
+    fn into_woken(self) -> Result<Woken, Failure> {
+        let (Some(plan), Some(image), Some(qemu)) = (self.plan, self.image, self.qemu) else {
+            return Err(out_of_order());
+        };
+        let command_line = image.manifest().command_line.clone().unwrap_or_default();
+        Ok(Woken {
+            report: Report {
+                image: image.path().to_owned(),
+                image_id: image.id(),
+                mode: plan.mode,
+                timings_ms: self.timings_ms,
+                start_to_running_ms: self.start_to_running_ms,
+            },
+            qemu,
+            ram: self.ram,
+            image,
+            command_line: with_changes(command_line, &self.request.changes),
+        })
+    }
+}
+
+/// The stream that QEMU loads: the devices, and the pages of the small blocks.
+fn stream_of(image: &Image, plan: &Plan) -> Result<Vec<u8>, Failure> {
+    let devices = image.device_state()?;
+    let mut stream = Vec::new();
+    try_write_precopy(&devices, image.pages(&plan.placed_names())?, &mut stream)
+        .map_err(|error| Failure::new(Code::ImageInvalid, sentence(&error)))?;
+    Ok(stream)
+}
+
+/// What was changed at this wake is how the guest is started from now on.
+fn with_changes(mut command_line: Vec<String>, changes: &[String]) -> Vec<String> {
+    command_line.extend_from_slice(changes);
+    command_line
+}

@@ -1,0 +1,294 @@
+//! The state directory: one folder per VM, each held by at most one supervisor.
+//!
+//! ```text
+//! STATE-DIR/NAME/supervisor.lock   locked as long as the supervisor lives
+//!                vm.json           the QEMU that it started: kept when the supervisor is killed
+//!                qmp.sock          Dormouse's own monitor of that QEMU
+//!                api.sock          the supervisor's API
+//!                ram/              the guest's RAM, where it has a tmpfs of its own
+//! STATE-DIR/NAME.log               what a supervisor in the background says
+//! ```
+
+use std::env;
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{FlockOperation, flock};
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Code, Failure, GuestState};
+use crate::vm::ram_home::RamHome;
+
+/// Where all VMs of this user have their folders.
+#[derive(Debug, Clone)]
+pub struct StateDir(PathBuf);
+
+/// A VM's folder, held by this process.
+#[derive(Debug)]
+pub struct VmDirectory {
+    path: PathBuf,
+    name: String,
+    /// Held open for its lock.
+    _lock: File,
+}
+
+/// What outlives a supervisor that is killed: enough to find its QEMU again.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct VmRecord {
+    /// QEMU's process.
+    pub pid: u32,
+    /// When that process started, in clock ticks since boot: a process id alone is used again.
+    pub process_start_ticks: u64,
+    /// QEMU's command line as the user gave it.
+    pub command_line: Vec<String>,
+}
+
+impl StateDir {
+    /// The directory that the user named, or `dormouse` in the runtime directory.
+    pub fn of(named: Option<PathBuf>) -> io::Result<Self> {
+        let path = named.unwrap_or_else(|| {
+            let runtime = env::var_os("XDG_RUNTIME_DIR").filter(|path| !path.is_empty());
+            runtime
+                .map_or_else(default_runtime_directory, PathBuf::from)
+                .join("dormouse")
+        });
+        Ok(Self(std::path::absolute(path)?))
+    }
+
+    /// Its path.
+    pub fn path(&self) -> &Path {
+        &self.0
+    }
+
+    /// Where the supervisor of `name` listens.
+    pub fn api_socket(&self, name: &str) -> PathBuf {
+        self.0.join(name).join("api.sock")
+    }
+
+    /// Where the monitor of `name` is.
+    pub fn monitor_socket(&self, name: &str) -> PathBuf {
+        self.0.join(name).join("qmp.sock")
+    }
+
+    /// What a supervisor of `name` in the background writes to.
+    pub fn log(&self, name: &str) -> PathBuf {
+        self.0.join(format!("{name}.log"))
+    }
+
+    /// The names of all VMs that have a folder.
+    pub fn names(&self) -> io::Result<Vec<String>> {
+        let entries = match fs::read_dir(&self.0) {
+            Ok(entries) => entries,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+            Err(error) => return Err(error),
+        };
+        let mut names: Vec<String> = entries
+            .flatten()
+            .filter(|entry| entry.path().join("supervisor.lock").exists())
+            .filter_map(|entry| entry.file_name().into_string().ok())
+            .collect();
+        names.sort();
+        Ok(names)
+    }
+
+    /// Makes the directory itself.
+    pub fn make(&self) -> Result<(), Failure> {
+        fs::DirBuilder::new()
+            .recursive(true)
+            .mode(0o700)
+            .create(&self.0)
+            .map_err(|error| {
+                Failure::new(
+                    Code::Usage,
+                    format!("cannot make the state directory {}: {error}", self.0.display()),
+                )
+            })
+    }
+
+    /// Takes the folder of `name` for this process and clears what a dead supervisor left in it. Refused while another
+    /// supervisor lives, or a QEMU of an earlier one.
+    pub fn claim(&self, name: &str, ram_directory: Option<&Path>) -> Result<VmDirectory, Failure> {
+        check_name(name)?;
+        self.make()?;
+        let path = self.0.join(name);
+        let at =
+            |error: io::Error| Failure::new(Code::Usage, format!("cannot use {}: {error}", path.display()));
+        fs::DirBuilder::new()
+            .recursive(true)
+            .mode(0o700)
+            .create(&path)
+            .map_err(at)?;
+        let lock = File::options()
+            .create(true)
+            .truncate(false)
+            .write(true)
+            .mode(0o600)
+            .open(path.join("supervisor.lock"))
+            .map_err(at)?;
+        flock(&lock, FlockOperation::NonBlockingLockExclusive)
+            .map_err(|_| Failure::new(Code::Refused, format!("VM {name} has a supervisor already")))?;
+        if let Some(record) = VmRecord::read(&path).filter(VmRecord::is_alive) {
+            return Err(Failure::new(
+                Code::Refused,
+                format!(
+                    "VM {name} still runs without its supervisor, as process {}; its monitor is {}",
+                    record.pid,
+                    self.monitor_socket(name).display()
+                ),
+            )
+            .with_guest(GuestState::Running));
+        }
+        RamHome::remove_leftovers(&path, ram_directory);
+        for leftover in ["vm.json", "qmp.sock", "api.sock", "ask.sock"] {
+            let _ = fs::remove_file(path.join(leftover));
+        }
+        Ok(VmDirectory {
+            path,
+            name: name.to_owned(),
+            _lock: lock,
+        })
+    }
+}
+
+impl VmDirectory {
+    /// Its path.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The VM's name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Remembers the QEMU that was started.
+    pub fn record(&self, pid: u32, command_line: &[String]) -> io::Result<()> {
+        let process_start_ticks = process_start_ticks(pid).unwrap_or_default();
+        let record = VmRecord {
+            pid,
+            process_start_ticks,
+            command_line: command_line.to_vec(),
+        };
+        let mut file = tempfile_in(&self.path)?;
+        file.1.write_all(&serde_json::to_vec(&record)?)?;
+        fs::rename(file.0, self.path.join("vm.json"))
+    }
+
+    /// Removes the folder. The lock is released with it.
+    pub fn remove(self) {
+        if let Err(error) = fs::remove_dir_all(&self.path) {
+            tracing::warn!(%error, directory = %self.path.display(), "cannot remove the VM's folder");
+        }
+    }
+}
+
+impl VmRecord {
+    /// The record in a VM's folder, if there is one.
+    pub fn read(directory: &Path) -> Option<Self> {
+        serde_json::from_slice(&fs::read(directory.join("vm.json")).ok()?).ok()
+    }
+
+    fn is_alive(&self) -> bool {
+        process_start_ticks(self.pid) == Some(self.process_start_ticks)
+    }
+}
+
+/// Field 22 of /proc/PID/stat; `None` when there is no such process, or only its remains.
+fn process_start_ticks(pid: u32) -> Option<u64> {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // The second field is the program's name in brackets and may hold anything, brackets and spaces too.
+    let fields: Vec<&str> = stat.rsplit_once(')')?.1.split_whitespace().collect();
+    if fields.first() == Some(&"Z") {
+        return None;
+    }
+    fields.get(19)?.parse().ok()
+}
+
+fn tempfile_in(directory: &Path) -> io::Result<(PathBuf, File)> {
+    let path = directory.join("vm.json.new");
+    let file = File::options()
+        .create(true)
+        .truncate(true)
+        .write(true)
+        .mode(0o600)
+        .open(&path)?;
+    Ok((path, file))
+}
+
+fn default_runtime_directory() -> PathBuf {
+    if rustix::process::geteuid().is_root() {
+        return PathBuf::from("/run");
+    }
+    env::temp_dir().join(format!("dormouse-{}", rustix::process::geteuid().as_raw()))
+}
+
+/// A name becomes a folder, a part of a socket's path and a word in logs.
+fn check_name(name: &str) -> Result<(), Failure> {
+    let fine = !name.is_empty()
+        && name.len() <= 63
+        && !name.starts_with(['.', '-'])
+        && name
+            .chars()
+            .all(|c| c.is_ascii_alphanumeric() || "._-".contains(c));
+    if fine {
+        return Ok(());
+    }
+    Err(Failure::new(
+        Code::Usage,
+        format!(
+            "{name:?} is no name for a VM: use 1 to 63 letters, digits, '.', '_' and '-', beginning with a letter or digit"
+        ),
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn state_dir() -> (tempfile::TempDir, StateDir) {
+        let directory = tempfile::tempdir().unwrap();
+        let state = StateDir::of(Some(directory.path().to_owned())).unwrap();
+        (directory, state)
+    }
+
+    #[test]
+    fn a_vm_has_one_supervisor_at_a_time() {
+        let (_guard, state) = state_dir();
+        let held = state.claim("a", None).unwrap();
+        assert_eq!(state.claim("a", None).unwrap_err().code, Code::Refused);
+        state.claim("b", None).unwrap();
+        held.remove();
+        state.claim("a", None).unwrap();
+    }
+
+    #[test]
+    fn a_vm_whose_qemu_outlived_its_supervisor_is_not_taken_for_dead() {
+        let (_guard, state) = state_dir();
+        let held = state.claim("a", None).unwrap();
+        held.record(std::process::id(), &["qemu".to_owned()]).unwrap();
+        drop(held);
+        let error = state.claim("a", None).unwrap_err();
+        assert!(error.message.contains("still runs"), "{error}");
+    }
+
+    #[test]
+    fn a_process_id_that_was_used_again_is_another_process() {
+        let (_guard, state) = state_dir();
+        let held = state.claim("a", None).unwrap();
+        held.record(std::process::id(), &[]).unwrap();
+        let mut record = VmRecord::read(held.path()).unwrap();
+        assert!(record.is_alive());
+        record.process_start_ticks += 1;
+        assert!(!record.is_alive());
+    }
+
+    #[test]
+    fn names_cannot_leave_the_state_directory() {
+        let (_guard, state) = state_dir();
+        for name in ["", "..", "../a", "a/b", "-a", ".a", "a b", &"a".repeat(64)] {
+            assert_eq!(state.claim(name, None).unwrap_err().code, Code::Usage, "{name:?}");
+        }
+    }
+}

@@ -1,0 +1,10 @@
+//! What a VM is, as seen from its QEMU: how it is started, what it is made of, what stands in the way.
+
+pub mod binary;
+pub mod command_line;
+pub mod disks;
+pub mod memory;
+pub mod monitor;
+pub mod options;
+pub mod process;
+pub mod ram_home;

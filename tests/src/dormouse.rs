@@ -1,0 +1,251 @@
+//! The command-line program, run as a user would.
+
+use std::{
+    ffi::{OsStr, OsString},
+    fs,
+    path::{Path, PathBuf},
+    process::{Child, Command, ExitStatus, Stdio},
+    sync::mpsc,
+    thread,
+};
+
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
+
+use crate::{
+    guest::Guest,
+    lab::Lab,
+    wait::{PATIENCE, until},
+};
+
+/// The program with one state directory.
+pub struct Dormouse {
+    program: PathBuf,
+    state_dir: PathBuf,
+    logs: PathBuf,
+}
+
+impl Dormouse {
+    /// The program that was built with these tests, or the one that `DORMOUSE_BIN` names; its
+    /// state directory is in `lab`.
+    pub fn new(lab: &Lab) -> Self {
+        let program = std::env::var_os("DORMOUSE_BIN").map_or_else(built_program, PathBuf::from);
+        assert!(
+            program.exists(),
+            "{} is missing: run cargo build -p dormouse",
+            program.display()
+        );
+        Self {
+            program,
+            state_dir: lab.path("state"),
+            logs: lab.folder().to_owned(),
+        }
+    }
+
+    /// Starts `guest` as `name` under a foreground supervisor, and waits for its API.
+    pub fn run(&self, name: &str, guest: &impl Guest) -> Supervisor {
+        let mut arguments: Vec<OsString> = vec!["run".into(), "--name".into(), name.into()];
+        arguments.push("--".into());
+        arguments.extend(guest.command_line());
+        let mut supervisor = self.supervise(name, "run", &arguments);
+        let api = self.state_dir.join(name).join("api.sock");
+        until(&format!("the supervisor of {name}"), || {
+            supervisor.must_live();
+            api.exists().then_some(())
+        });
+        supervisor
+    }
+
+    /// Wakes `image` as `name` under a foreground supervisor. What comes of it shows in the guest.
+    pub fn wake(&self, name: &str, image: &Path, options: &[&str]) -> Supervisor {
+        self.supervise(name, "wake", &wake_arguments(name, image, options))
+    }
+
+    /// Tries to wake `image` as `name`, which must end by itself.
+    pub fn try_wake(&self, name: &str, image: &Path, options: &[&str]) -> Outcome {
+        self.finish(self.spawn(&wake_arguments(name, image, options)))
+    }
+
+    /// Hibernates `name` to `image`.
+    pub fn hibernate(&self, name: &str, image: &Path) -> Outcome {
+        self.finish(self.start_hibernating(name, image))
+    }
+
+    /// Starts to hibernate `name` to `image`; [`finish`](Self::finish) waits for the end.
+    pub fn start_hibernating(&self, name: &str, image: &Path) -> Child {
+        self.spawn(&[
+            OsStr::new("hibernate"),
+            name.as_ref(),
+            "--to".as_ref(),
+            image.as_ref(),
+            "--json".as_ref(),
+        ])
+    }
+
+    /// Runs `dormouse image VERB IMAGE`.
+    pub fn image(&self, verb: &str, image: &Path, options: &[&str]) -> Outcome {
+        let mut arguments = vec![OsStr::new("image"), verb.as_ref(), image.as_ref()];
+        arguments.extend(options.iter().map(OsStr::new));
+        self.finish(self.spawn(&arguments))
+    }
+
+    /// Runs `dormouse status NAME --json`.
+    pub fn status(&self, name: &str) -> Outcome {
+        self.finish(self.spawn(&["status", name, "--json"]))
+    }
+
+    /// Waits for a command to end, reading what it says meanwhile.
+    pub fn finish(&self, command: Child) -> Outcome {
+        let (tell, ended) = mpsc::channel();
+        thread::spawn(move || tell.send(command.wait_with_output()));
+        let output = ended
+            .recv_timeout(PATIENCE)
+            .unwrap_or_else(|_| panic!("waited {PATIENCE:?} for a command of dormouse to end"))
+            .expect("our own child can be waited for");
+        Outcome {
+            status: output.status,
+            stdout: String::from_utf8_lossy(&output.stdout).into_owned(),
+            stderr: String::from_utf8_lossy(&output.stderr).into_owned(),
+        }
+    }
+
+    fn spawn(&self, arguments: &[impl AsRef<OsStr>]) -> Child {
+        self.command(arguments)
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .expect("dormouse starts")
+    }
+
+    fn supervise(&self, name: &str, verb: &str, arguments: &[OsString]) -> Supervisor {
+        let log = self.logs.join(format!("{verb}-{name}.log"));
+        let output = fs::File::create(&log).expect("the supervisor's log can be made");
+        let errors = output.try_clone().expect("a file handle can be cloned");
+        let child = self
+            .command(arguments)
+            .stdout(output)
+            .stderr(errors)
+            .spawn()
+            .expect("dormouse starts");
+        Supervisor { child, log }
+    }
+
+    fn command(&self, arguments: &[impl AsRef<OsStr>]) -> Command {
+        let mut command = Command::new(&self.program);
+        command
+            .arg("--state-dir")
+            .arg(&self.state_dir)
+            .args(arguments)
+            .stdin(Stdio::null());
+        command
+    }
+}
+
+/// Test executables are in the `deps` folder beside the programs.
+fn built_program() -> PathBuf {
+    let test = std::env::current_exe().expect("a test knows its own path");
+    let folder = test.parent().and_then(Path::parent);
+    folder
+        .expect("a test executable is two folders deep")
+        .join("dormouse")
+}
+
+fn wake_arguments(name: &str, image: &Path, options: &[&str]) -> Vec<OsString> {
+    let mut arguments: Vec<OsString> = vec!["wake".into(), image.into()];
+    arguments.extend(["--name", name].map(OsString::from));
+    arguments.extend(options.iter().map(OsString::from));
+    arguments
+}
+
+/// A `dormouse run` or `dormouse wake` in the foreground. Dropping it kills the supervisor alone;
+/// the QEMU that it leaves is swept up by the [`Lab`]. When the test fails its log is shown.
+pub struct Supervisor {
+    child: Child,
+    log: PathBuf,
+}
+
+impl Supervisor {
+    /// What it printed so far.
+    pub fn log(&self) -> String {
+        fs::read_to_string(&self.log).unwrap_or_default()
+    }
+
+    /// Waits for it to end by itself, which it does after its guest.
+    pub fn wait_for_end(&mut self) -> ExitStatus {
+        until("the supervisor to end", || {
+            self.child.try_wait().expect("our own child can be waited for")
+        })
+    }
+
+    /// Asks it to end the guest and itself, and waits for both.
+    pub fn terminate(&mut self) -> ExitStatus {
+        self.signal(Signal::TERM);
+        self.wait_for_end()
+    }
+
+    /// Kills it; its QEMU lives on.
+    pub fn kill(&mut self) {
+        self.signal(Signal::KILL);
+        self.wait_for_end();
+    }
+
+    fn signal(&self, signal: Signal) {
+        let pid = i32::try_from(self.child.id()).ok().and_then(Pid::from_raw);
+        kill_process(pid.expect("a process id"), signal).expect("our own child can be signalled");
+    }
+
+    fn must_live(&mut self) {
+        let ended = self.child.try_wait().expect("our own child can be waited for");
+        if let Some(status) = ended {
+            panic!("the supervisor ended early: {status}");
+        }
+    }
+}
+
+impl Drop for Supervisor {
+    fn drop(&mut self) {
+        if thread::panicking() {
+            eprintln!("--- {}\n{}---", self.log.display(), self.log());
+        }
+        // Already gone is fine.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// How a command ended and what it said.
+#[derive(Debug)]
+pub struct Outcome {
+    status: ExitStatus,
+    /// Standard output; with `--json`, one object a line.
+    pub stdout: String,
+    /// Standard error, for people.
+    pub stderr: String,
+}
+
+impl Outcome {
+    /// The exit code; `None` when a signal ended it.
+    pub fn exit_code(&self) -> Option<i32> {
+        self.status.code()
+    }
+
+    /// The last JSON line: the result, or the error.
+    pub fn result(&self) -> Value {
+        let last = self.stdout.lines().next_back().unwrap_or_default();
+        serde_json::from_str(last)
+            .unwrap_or_else(|error| panic!("the last line is not JSON ({error}): {self:#?}"))
+    }
+
+    /// Insists on an exit code.
+    #[track_caller]
+    pub fn expect_exit(self, code: i32) -> Self {
+        assert_eq!(self.exit_code(), Some(code), "{self:#?}");
+        self
+    }
+
+    /// Insists on success.
+    #[track_caller]
+    pub fn expect_success(self) -> Self {
+        self.expect_exit(0)
+    }
+}

@@ -1,0 +1,125 @@
+//! Faults to order: full volumes, flipped bytes, torn files, killed processes.
+
+use std::{
+    fs::{File, OpenOptions},
+    os::unix::fs::FileExt,
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use rustix::process::{Pid, Signal, kill_process};
+
+use crate::lab::Lab;
+
+/// A small ext4 volume on a loop device, unmounted on drop. It takes root to make one.
+pub struct SmallVolume {
+    mount_point: PathBuf,
+}
+
+impl SmallVolume {
+    /// A volume of `mib` MiB, file system included.
+    pub fn new(lab: &Lab, mib: u64) -> Self {
+        let backing = lab.path("small-volume.ext4");
+        let mount_point = lab.path("small-volume");
+        let file = File::create(&backing).expect("the volume's file can be made");
+        file.set_len(mib << 20).expect("the volume's file can be sized");
+        std::fs::create_dir(&mount_point).expect("the mount point can be made");
+        must_run(
+            Command::new("mkfs.ext4")
+                .args(["-q", "-F", "-m", "0"])
+                .arg(&backing),
+        );
+        must_run(
+            Command::new("mount")
+                .args(["-o", "loop"])
+                .args([&backing, &mount_point]),
+        );
+        Self { mount_point }
+    }
+
+    /// The path of `name` on the volume.
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.mount_point.join(name)
+    }
+
+    /// The names of all that is on the volume.
+    pub fn content(&self) -> Vec<String> {
+        files_in(&self.mount_point)
+            .into_iter()
+            .filter(|name| name != "lost+found")
+            .collect()
+    }
+}
+
+impl Drop for SmallVolume {
+    fn drop(&mut self) {
+        // Lazily: a process that a failed test leaves may still have a file open.
+        let _ = Command::new("umount").arg("-l").arg(&self.mount_point).status();
+    }
+}
+
+fn must_run(command: &mut Command) {
+    let output = command
+        .output()
+        .unwrap_or_else(|error| panic!("{command:?}: {error}"));
+    assert!(
+        output.status.success(),
+        "{command:?} (this takes root): {}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+}
+
+/// The names in a folder, sorted.
+pub fn files_in(folder: &Path) -> Vec<String> {
+    let mut names: Vec<String> = std::fs::read_dir(folder)
+        .expect("the folder can be read")
+        .map(|entry| entry.expect("the folder can be read").file_name())
+        .map(|name| name.to_string_lossy().into_owned())
+        .collect();
+    names.sort();
+    names
+}
+
+/// Flips one bit of the byte at `offset`. A second flip heals it.
+pub fn flip(file: &Path, offset: u64) {
+    let opened = OpenOptions::new().read(true).write(true).open(file);
+    let opened = opened.expect("the file can be opened");
+    let mut byte = [0];
+    opened
+        .read_exact_at(&mut byte, offset)
+        .expect("the byte can be read");
+    opened
+        .write_all_at(&[byte[0] ^ 0x10], offset)
+        .expect("the byte can be written");
+    opened.sync_all().expect("the file can be synced");
+}
+
+/// Cuts `bytes` off the end.
+pub fn cut_off(file: &Path, bytes: u64) {
+    let opened = OpenOptions::new().write(true).open(file);
+    let opened = opened.expect("the file can be opened");
+    let length = opened.metadata().expect("the file has a length").len();
+    opened.set_len(length - bytes).expect("the file can be cut");
+}
+
+/// Where `wanted` is in the file for the first time.
+///
+/// # Panics
+///
+/// When it is not.
+pub fn find(file: &Path, wanted: &[u8]) -> u64 {
+    let content = std::fs::read(file).expect("the file can be read");
+    let at = content.windows(wanted.len()).position(|part| part == wanted);
+    let at = at.unwrap_or_else(|| panic!("{} does not hold what was looked for", file.display()));
+    at as u64
+}
+
+/// Kills a process as the kernel does when memory runs out.
+pub fn kill(pid: Pid) {
+    kill_process(pid, Signal::KILL).expect("the process can be killed");
+}
+
+/// Freezes a process: it neither answers nor ends.
+pub fn freeze(pid: Pid) {
+    kill_process(pid, Signal::STOP).expect("the process can be frozen");
+}

@@ -1,0 +1,26 @@
+//! The laboratory: real QEMU builds, guests that can be checked from outside, and faults to order.
+//!
+//! A test reads like what a person would do. [`Lab`] is its folder and sweeps up after it; a guest
+//! ([`BootSectorGuest`], [`LinuxGuest`]) knows its QEMU command line and what it should be saying;
+//! [`Dormouse`] runs the command-line program; [`Monitor`] looks into a guest through a second
+//! monitor of its own; [`faults`] breaks things.
+//!
+//! `tests/lab/fetch all` brings what is needed. Everything runs under TCG, so any machine will do.
+
+#![forbid(unsafe_code)]
+
+mod dormouse;
+pub mod faults;
+mod guest;
+mod lab;
+mod monitor;
+mod processes;
+mod qemu;
+mod wait;
+
+pub use dormouse::{Dormouse, Outcome, Supervisor};
+pub use guest::{BootSectorGuest, Guest, LinuxGuest};
+pub use lab::Lab;
+pub use monitor::Monitor;
+pub use qemu::{PlainQemu, QemuBuild};
+pub use wait::{PATIENCE, until};

@@ -1,0 +1,26 @@
+//! A Linux guest sleeps and wakes.
+
+use dormouse_tests::{Dormouse, Lab, LinuxGuest, QemuBuild};
+
+#[test]
+fn a_linux_guest_wakes_with_its_memory_intact() {
+    for mode in ["map", "eager"] {
+        let lab = Lab::new();
+        let dormouse = Dormouse::new(&lab);
+        let guest = LinuxGuest::new(&lab, QemuBuild::V10_0);
+        let image = lab.path("linux.image");
+
+        let mut supervisor = dormouse.run("linux", &guest);
+        guest.wait_for_memory_checks(1);
+        dormouse.hibernate("linux", &image).expect_success();
+        supervisor.wait_for_end();
+        lab.wait_for_no_qemu();
+        let tick = guest.last_tick();
+        let checks = guest.memory_checks();
+
+        let _woken = dormouse.wake("linux", &image, &["--mode", mode]);
+        guest.wait_for_tick(tick + 1);
+        // The first check may have been under way when the guest was saved; the second was not.
+        guest.wait_for_memory_checks(checks + 2);
+    }
+}

@@ -1,6 +1,7 @@
 //! A client of one supervisor's API.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use axum::http::{Method, Request, StatusCode};
 use http_body_util::{BodyExt, Full};
@@ -10,12 +11,19 @@ use hyper_util::rt::TokioIo;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tokio::net::UnixStream;
+use tokio::time::Instant;
 use uuid::Uuid;
 
 use super::types::{Cancelled, NewOperation, Operation, Problem, Vm};
 use crate::error::{Code, Failure, sentence};
 use crate::machine::hibernate::machine::CancelAnswer;
 use crate::supervisor::state_dir::StateDir;
+
+/// How long a supervisor is waited for whose guest is in its image.
+const END_LIMIT: Duration = Duration::from_secs(5);
+
+/// How often it is looked for.
+const POLL: Duration = Duration::from_millis(2);
 
 /// A VM's supervisor, as its clients know it. Each call is a connection of its own: calls are few and may wait long.
 #[derive(Debug, Clone)]
@@ -59,6 +67,14 @@ impl Supervisor {
             .call(Method::POST, &format!("/v1/operations/{id}/cancel"), None::<&()>)
             .await?;
         Ok(cancelled.answer)
+    }
+
+    /// Waits until the supervisor serves no more, for a limited time.
+    pub async fn wait_for_end(&self) {
+        let deadline = Instant::now() + END_LIMIT;
+        while Instant::now() < deadline && UnixStream::connect(&self.socket).await.is_ok() {
+            tokio::time::sleep(POLL).await;
+        }
     }
 
     async fn call<T: DeserializeOwned>(

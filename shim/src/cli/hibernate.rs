@@ -48,8 +48,14 @@ async fn by_supervisor(
     let mut operation = supervisor.begin(&wish).await?;
     let id = operation.id;
     loop {
-        if let Some(outcome) = outcome(&operation) {
-            return outcome;
+        match outcome(&operation) {
+            Some(Ok(hibernated)) => {
+                // The VM's name is free when this returns: whoever wakes it next need not wait.
+                supervisor.wait_for_end().await;
+                return Ok(hibernated);
+            }
+            Some(Err(failure)) => return Err(failure),
+            None => {}
         }
         progress.tell(&operation);
         operation = tokio::select! {

@@ -25,7 +25,7 @@ pub async fn run(arguments: RunArguments, state: &StateDir, report: &Report) -> 
     let line = CommandLine::parse(&command_line).map_err(usage)?;
     line.check_supervisable().map_err(usage)?;
     let ram_dir = arguments.supervision.ram_dir.as_deref();
-    let directory = state.claim(&arguments.name, ram_dir)?;
+    let directory = state.claim(&arguments.name, ram_dir).await?;
     let binary = Binary::ask(line.program(), directory.path()).await?;
     let main_ram = if line.names_main_memory() {
         String::new()

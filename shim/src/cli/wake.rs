@@ -25,7 +25,9 @@ pub async fn wake(arguments: WakeArguments, state: &StateDir, report: &Report) -
         return detach::detach(&name, state, report).await;
     }
     detach::settle_in_background(&arguments.supervision)?;
-    let directory = state.claim(&name, arguments.supervision.ram_dir.as_deref())?;
+    let directory = state
+        .claim(&name, arguments.supervision.ram_dir.as_deref())
+        .await?;
     let request = Request {
         image: arguments.image,
         mode: arguments.mode,

@@ -12,14 +12,24 @@
 use std::env;
 use std::fs::{self, File};
 use std::io::{self, Write};
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use rustix::fs::{FlockOperation, flock};
+use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
+use tokio::net::UnixStream;
+use tokio::time::Instant;
 
 use crate::error::{Code, Failure, GuestState};
 use crate::vm::ram_home::RamHome;
+
+/// How long a supervisor may take from the end of its API to the end of its process: it frees the guest's RAM then.
+const ENDING_LIMIT: Duration = Duration::from_secs(10);
+
+/// How often the lock of an ending supervisor is tried.
+const POLL: Duration = Duration::from_millis(5);
 
 /// Where all VMs of this user have their folders.
 #[derive(Debug, Clone)]
@@ -88,6 +98,7 @@ impl StateDir {
             .flatten()
             .filter(|entry| entry.path().join("supervisor.lock").exists())
             .filter_map(|entry| entry.file_name().into_string().ok())
+            .filter(|name| !name.starts_with('.'))
             .collect();
         names.sort();
         Ok(names)
@@ -109,26 +120,35 @@ impl StateDir {
 
     /// Takes the folder of `name` for this process and clears what a dead supervisor left in it. Refused while another
     /// supervisor lives, or a QEMU of an earlier one.
-    pub fn claim(&self, name: &str, ram_directory: Option<&Path>) -> Result<VmDirectory, Failure> {
+    pub async fn claim(&self, name: &str, ram_directory: Option<&Path>) -> Result<VmDirectory, Failure> {
         check_name(name)?;
         self.make()?;
         let path = self.0.join(name);
         let at =
             |error: io::Error| Failure::new(Code::Usage, format!("cannot use {}: {error}", path.display()));
-        fs::DirBuilder::new()
-            .recursive(true)
-            .mode(0o700)
-            .create(&path)
-            .map_err(at)?;
-        let lock = File::options()
-            .create(true)
-            .truncate(false)
-            .write(true)
-            .mode(0o600)
-            .open(path.join("supervisor.lock"))
-            .map_err(at)?;
-        flock(&lock, FlockOperation::NonBlockingLockExclusive)
-            .map_err(|_| Failure::new(Code::Refused, format!("VM {name} has a supervisor already")))?;
+        let lock_path = path.join("supervisor.lock");
+        let lock = loop {
+            fs::DirBuilder::new()
+                .recursive(true)
+                .mode(0o700)
+                .create(&path)
+                .map_err(at)?;
+            let options = File::options()
+                .create(true)
+                .truncate(false)
+                .write(true)
+                .mode(0o600)
+                .open(&lock_path);
+            let lock = match options {
+                Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+                opened => opened.map_err(at)?,
+            };
+            self.lock(name, &lock).await?;
+            // An ending supervisor takes its folder away before it lets go of the lock.
+            if leads_to(&lock_path, &lock) {
+                break lock;
+            }
+        };
         if let Some(record) = VmRecord::read(&path).filter(VmRecord::is_alive) {
             return Err(Failure::new(
                 Code::Refused,
@@ -149,6 +169,24 @@ impl StateDir {
             name: name.to_owned(),
             _lock: lock,
         })
+    }
+}
+
+impl StateDir {
+    /// Takes the lock. A supervisor that serves its API no more is ending, and has its lock only for moments.
+    async fn lock(&self, name: &str, lock: &File) -> Result<(), Failure> {
+        let deadline = Instant::now() + ENDING_LIMIT;
+        while let Err(error) = flock(lock, FlockOperation::NonBlockingLockExclusive) {
+            let serves = UnixStream::connect(self.api_socket(name)).await.is_ok();
+            if error != Errno::WOULDBLOCK || serves || Instant::now() > deadline {
+                return Err(Failure::new(
+                    Code::Refused,
+                    format!("VM {name} has a supervisor already"),
+                ));
+            }
+            tokio::time::sleep(POLL).await;
+        }
+        Ok(())
     }
 }
 
@@ -176,9 +214,14 @@ impl VmDirectory {
         fs::rename(file.0, self.path.join("vm.json"))
     }
 
-    /// Removes the folder. The lock is released with it.
+    /// Removes the folder, and releases the lock after it.
     pub fn remove(self) {
-        if let Err(error) = fs::remove_dir_all(&self.path) {
+        // The name goes first and at once, so that whoever claims it next never shares a folder with its remains.
+        let remains = self
+            .path
+            .with_file_name(format!(".{}.ended-{}", self.name, std::process::id()));
+        let removed = fs::rename(&self.path, &remains).and_then(|()| fs::remove_dir_all(&remains));
+        if let Err(error) = removed {
             tracing::warn!(%error, directory = %self.path.display(), "cannot remove the VM's folder");
         }
     }
@@ -204,6 +247,14 @@ fn process_start_ticks(pid: u32) -> Option<u64> {
         return None;
     }
     fields.get(19)?.parse().ok()
+}
+
+/// Whether `path` is the name of the file that is open.
+fn leads_to(path: &Path, file: &File) -> bool {
+    match (fs::metadata(path), file.metadata()) {
+        (Ok(there), Ok(open)) => (there.dev(), there.ino()) == (open.dev(), open.ino()),
+        _ => false,
+    }
 }
 
 fn tempfile_in(directory: &Path) -> io::Result<(PathBuf, File)> {
@@ -253,30 +304,30 @@ mod tests {
         (directory, state)
     }
 
-    #[test]
-    fn a_vm_has_one_supervisor_at_a_time() {
+    #[tokio::test(start_paused = true)]
+    async fn a_vm_has_one_supervisor_at_a_time() {
         let (_guard, state) = state_dir();
-        let held = state.claim("a", None).unwrap();
-        assert_eq!(state.claim("a", None).unwrap_err().code, Code::Refused);
-        state.claim("b", None).unwrap();
+        let held = state.claim("a", None).await.unwrap();
+        assert_eq!(state.claim("a", None).await.unwrap_err().code, Code::Refused);
+        state.claim("b", None).await.unwrap();
         held.remove();
-        state.claim("a", None).unwrap();
+        state.claim("a", None).await.unwrap();
     }
 
-    #[test]
-    fn a_vm_whose_qemu_outlived_its_supervisor_is_not_taken_for_dead() {
+    #[tokio::test(start_paused = true)]
+    async fn a_vm_whose_qemu_outlived_its_supervisor_is_not_taken_for_dead() {
         let (_guard, state) = state_dir();
-        let held = state.claim("a", None).unwrap();
+        let held = state.claim("a", None).await.unwrap();
         held.record(std::process::id(), &["qemu".to_owned()]).unwrap();
         drop(held);
-        let error = state.claim("a", None).unwrap_err();
+        let error = state.claim("a", None).await.unwrap_err();
         assert!(error.message.contains("still runs"), "{error}");
     }
 
-    #[test]
-    fn a_process_id_that_was_used_again_is_another_process() {
+    #[tokio::test(start_paused = true)]
+    async fn a_process_id_that_was_used_again_is_another_process() {
         let (_guard, state) = state_dir();
-        let held = state.claim("a", None).unwrap();
+        let held = state.claim("a", None).await.unwrap();
         held.record(std::process::id(), &[]).unwrap();
         let mut record = VmRecord::read(held.path()).unwrap();
         assert!(record.is_alive());
@@ -284,11 +335,30 @@ mod tests {
         assert!(!record.is_alive());
     }
 
-    #[test]
-    fn names_cannot_leave_the_state_directory() {
+    #[tokio::test(start_paused = true)]
+    async fn names_cannot_leave_the_state_directory() {
         let (_guard, state) = state_dir();
         for name in ["", "..", "../a", "a/b", "-a", ".a", "a b", &"a".repeat(64)] {
-            assert_eq!(state.claim(name, None).unwrap_err().code, Code::Usage, "{name:?}");
+            assert_eq!(
+                state.claim(name, None).await.unwrap_err().code,
+                Code::Usage,
+                "{name:?}"
+            );
+        }
+    }
+
+    #[tokio::test]
+    async fn a_name_can_be_claimed_while_its_last_supervisor_is_ending() {
+        let (_guard, state) = state_dir();
+        for _ in 0..50 {
+            let held = state.claim("a", None).await.unwrap();
+            let next = state.clone();
+            let next = tokio::spawn(async move { next.claim("a", None).await });
+            tokio::task::yield_now().await;
+            held.remove();
+            let held = next.await.unwrap().unwrap();
+            assert!(held.path().join("supervisor.lock").exists());
+            held.remove();
         }
     }
 }

@@ -38,30 +38,13 @@ pub async fn run(arguments: RunArguments, state: &StateDir, report: &Report) -> 
     } else {
         None
     };
-    let started = start(
-        &line,
-        &main_ram,
-        ram_home.as_ref(),
-        &directory.path().join("qmp.sock"),
-    )
-    .await;
-    let qemu = match started {
-        Ok(qemu) => qemu,
-        Err(failure) => {
-            if let Some(ram_home) = ram_home {
-                ram_home.remove();
-            }
-            directory.remove();
-            return Err(failure);
-        }
-    };
-    let ram = ram_home
-        .as_ref()
-        .map_or(Ram::AsGiven, |home| Ram::Shared { pages: home.pages() });
+    let socket = directory.path().join("qmp.sock");
+    let qemu = start(&line, &main_ram, ram_home.as_ref(), &socket).await?;
+    // QEMU has opened its RAM: the names are not needed any more.
+    let ram = ram_home.map_or(Ram::AsGiven, |home| Ram::Shared { pages: home.pages() });
     let supervised = Supervised {
         directory,
         qemu,
-        ram_home,
         ram,
         image: None,
         woken: None,

@@ -44,16 +44,16 @@ pub async fn wake(arguments: WakeArguments, state: &StateDir, report: &Report) -
     let woken = match wake_until_signal(request, surroundings).await {
         Ok(woken) => woken,
         Err(failure) => {
-            // What may have become of a guest of uncertain state is for a person to find; leave all traces.
-            if failure.code != Code::Operator {
-                directory.remove();
+            // What may have become of a guest of uncertain state is for a person to find: all traces stay.
+            if failure.code == Code::Operator {
+                directory.keep();
             }
             return Err(failure);
         }
     };
     let Woken {
         qemu,
-        ram,
+        pages,
         image,
         report: done,
         command_line,
@@ -63,8 +63,8 @@ pub async fn wake(arguments: WakeArguments, state: &StateDir, report: &Report) -
         "{name} is awake: {:.0} ms from QEMU's start to running ({:?})",
         document.start_to_running_ms, document.mode
     ));
-    let place = match (document.mode, &ram) {
-        (Mode::Eager, Some(home)) => Ram::Shared { pages: home.pages() },
+    let ram = match (document.mode, pages) {
+        (Mode::Eager, Some(pages)) => Ram::Shared { pages },
         (Mode::Eager, None) => Ram::AsGiven,
         (Mode::Map, _) => Ram::MappedFromImage,
     };
@@ -73,8 +73,7 @@ pub async fn wake(arguments: WakeArguments, state: &StateDir, report: &Report) -
     let supervised = Supervised {
         directory,
         qemu,
-        ram_home: ram,
-        ram: place,
+        ram,
         image,
         woken: Some(document),
         command_line,

@@ -35,7 +35,6 @@ use crate::machine::hibernate;
 use crate::machine::hibernate::machine::CancelAnswer;
 use crate::machine::hibernate::runner::Cancel;
 use crate::vm::process::QemuProcess;
-use crate::vm::ram_home::RamHome;
 use operation::Prepared;
 use state_dir::VmDirectory;
 
@@ -52,8 +51,6 @@ pub struct Supervised {
     pub directory: VmDirectory,
     /// Its QEMU.
     pub qemu: QemuProcess,
-    /// Its RAM's files, where they are ours.
-    pub ram_home: Option<RamHome>,
     /// Where its RAM is, for status.
     pub ram: Ram,
     /// The image that it was woken from, locked as long as it is in use.
@@ -142,12 +139,9 @@ pub async fn supervise(mut supervised: Supervised) -> Result<ExitStatus, Failure
     };
     desk.wait_for_end(&handle).await;
     api.stop().await;
-    if let Some(ram) = supervised.ram_home.take() {
-        ram.remove();
-    }
-    supervised.directory.remove();
+    drop(supervised.directory);
     // Only now nobody maps it any more.
-    drop(supervised.image.take());
+    drop(supervised.image);
     Ok(status)
 }
 

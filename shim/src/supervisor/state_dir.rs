@@ -35,11 +35,12 @@ const POLL: Duration = Duration::from_millis(5);
 #[derive(Debug, Clone)]
 pub struct StateDir(PathBuf);
 
-/// A VM's folder, held by this process.
+/// A VM's folder, held by this process and gone with it, unless the process is killed.
 #[derive(Debug)]
 pub struct VmDirectory {
     path: PathBuf,
     name: String,
+    keep: bool,
     /// Held open for its lock.
     _lock: File,
 }
@@ -167,6 +168,7 @@ impl StateDir {
         Ok(VmDirectory {
             path,
             name: name.to_owned(),
+            keep: false,
             _lock: lock,
         })
     }
@@ -214,8 +216,18 @@ impl VmDirectory {
         fs::rename(file.0, self.path.join("vm.json"))
     }
 
-    /// Removes the folder, and releases the lock after it.
-    pub fn remove(self) {
+    /// Leaves the folder for a person to look at.
+    pub fn keep(mut self) {
+        self.keep = true;
+    }
+}
+
+/// Takes the folder away, and releases the lock after it.
+impl Drop for VmDirectory {
+    fn drop(&mut self) {
+        if self.keep {
+            return;
+        }
         // The name goes first and at once, so that whoever claims it next never shares a folder with its remains.
         let remains = self
             .path
@@ -310,7 +322,7 @@ mod tests {
         let held = state.claim("a", None).await.unwrap();
         assert_eq!(state.claim("a", None).await.unwrap_err().code, Code::Refused);
         state.claim("b", None).await.unwrap();
-        held.remove();
+        drop(held);
         state.claim("a", None).await.unwrap();
     }
 
@@ -319,7 +331,7 @@ mod tests {
         let (_guard, state) = state_dir();
         let held = state.claim("a", None).await.unwrap();
         held.record(std::process::id(), &["qemu".to_owned()]).unwrap();
-        drop(held);
+        held.keep();
         let error = state.claim("a", None).await.unwrap_err();
         assert!(error.message.contains("still runs"), "{error}");
     }
@@ -355,10 +367,10 @@ mod tests {
             let next = state.clone();
             let next = tokio::spawn(async move { next.claim("a", None).await });
             tokio::task::yield_now().await;
-            held.remove();
+            drop(held);
             let held = next.await.unwrap().unwrap();
             assert!(held.path().join("supervisor.lock").exists());
-            held.remove();
+            drop(held);
         }
     }
 }

@@ -1,9 +1,11 @@
 //! The RAM of a running QEMU, as somebody outside can reach it.
 //!
-//! A memory backend names the file that its RAM is in. A name is not enough: the file may have been replaced since
-//! QEMU opened it, and then a perfect image of the wrong memory would be sealed. So a file counts only when QEMU's
-//! process holds the very same inode open.
+//! A memory backend names the file that its RAM is in. The name is not enough, nor is it needed: the file may have been
+//! replaced since QEMU opened it, and then a perfect image of the wrong memory would be sealed; and RAM that
+//! [`ram_home`](super::ram_home) made has no name any more. What counts is what QEMU's process has mapped, shared, in
+//! the length of the RAM block, and holds open.
 
+use std::collections::HashMap;
 use std::fs::{self, File};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -33,8 +35,6 @@ pub struct SharedBlock {
     pub length: ByteCount,
     /// The file.
     pub file: File,
-    /// The name that QEMU knows the file by.
-    pub path: PathBuf,
 }
 
 impl Memory {
@@ -124,49 +124,123 @@ impl SharedBlock {
             return Err(private(format!("it begins at offset {offset} of its file")));
         }
         let named = property(client, &path, "mem-path").await?;
-        let named = PathBuf::from(named.as_str().unwrap_or_default());
-        let path = working_directory(pid)
-            .map(|directory| directory.join(&named))
-            .unwrap_or(named);
-        let file = open_as_qemu_has_it(pid, &path).map_err(private)?;
+        let named = Path::new(named.as_str().unwrap_or_default());
+        let file = mapped_by(pid, named, length).map_err(private)?;
         Ok(Self {
             name: id.to_owned(),
             length,
             file,
-            path,
         })
     }
+
+    /// Whether the file is the one at `path`.
+    pub fn is_at(&self, path: &Path) -> bool {
+        match (self.file.metadata(), fs::metadata(path)) {
+            (Ok(ours), Ok(there)) => Identity::of(&ours) == Identity::of(&there),
+            _ => false,
+        }
+    }
+}
+
+/// A file, whatever its names.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct Identity {
+    major: u32,
+    minor: u32,
+    inode: u64,
+}
+
+impl Identity {
+    fn of(metadata: &fs::Metadata) -> Self {
+        let device = metadata.dev();
+        Self {
+            major: rustix::fs::major(device),
+            minor: rustix::fs::minor(device),
+            inode: metadata.ino(),
+        }
+    }
+}
+
+/// Opens the file that the process has mapped shared in `length` altogether, and opened as `named`. Says why not.
+fn mapped_by(pid: u32, named: &Path, length: ByteCount) -> Result<File, String> {
+    let unseen = |error: std::io::Error| format!("cannot see the memory of QEMU's process {pid}: {error}");
+    let maps = fs::read_to_string(format!("/proc/{pid}/maps")).map_err(unseen)?;
+    let mapped = shared_mappings(&maps, named);
+    let mut fitting = mapped
+        .iter()
+        .filter(|(_, bytes)| **bytes == length.0)
+        .map(|(identity, _)| *identity);
+    let (Some(identity), None) = (fitting.next(), fitting.next()) else {
+        return Err(format!(
+            "QEMU's process {pid} has not exactly one shared mapping of {} with {length}",
+            named.display()
+        ));
+    };
+    for descriptor in fs::read_dir(format!("/proc/{pid}/fd")).map_err(unseen)?.flatten() {
+        let path = descriptor.path();
+        if fs::metadata(&path).is_ok_and(|metadata| metadata.is_file() && Identity::of(&metadata) == identity)
+        {
+            let file = File::open(&path).map_err(unseen)?;
+            // The descriptor may have become another one between the look and the open.
+            if file
+                .metadata()
+                .is_ok_and(|metadata| Identity::of(&metadata) == identity)
+            {
+                return Ok(file);
+            }
+        }
+    }
+    Err(format!(
+        "QEMU's process {pid} does not hold {} open",
+        named.display()
+    ))
+}
+
+/// How much of each file with the last name of `named` is mapped shared, by the text of /proc/PID/maps. A file without
+/// a name shows the one that it had.
+fn shared_mappings(maps: &str, named: &Path) -> HashMap<Identity, u64> {
+    let mut mapped = HashMap::new();
+    for line in maps.lines() {
+        let Some((identity, bytes, path)) = shared_mapping(line) else {
+            continue;
+        };
+        let path = path.strip_suffix(" (deleted)").unwrap_or(path);
+        if Path::new(path).file_name() == named.file_name() {
+            *mapped.entry(identity).or_default() += bytes;
+        }
+    }
+    mapped
+}
+
+/// Reads a line such as `7f12-7f34 rw-s 00000000 00:2e 3   /dev/shm/pc.ram`.
+fn shared_mapping(line: &str) -> Option<(Identity, u64, &str)> {
+    let mut rest = line;
+    let mut word = || {
+        let (word, after) = rest.trim_start().split_once(' ')?;
+        rest = after;
+        Some(word)
+    };
+    let (range, permissions, _offset, device, inode) = (word()?, word()?, word()?, word()?, word()?);
+    let (begin, end) = range.split_once('-')?;
+    let bytes = hexadecimal(end)?.checked_sub(hexadecimal(begin)?)?;
+    let (major, minor) = device.split_once(':')?;
+    let identity = Identity {
+        major: u32::try_from(hexadecimal(major)?).ok()?,
+        minor: u32::try_from(hexadecimal(minor)?).ok()?,
+        inode: inode.parse().ok()?,
+    };
+    permissions
+        .ends_with('s')
+        .then_some((identity, bytes, rest.trim_start()))
+}
+
+fn hexadecimal(text: &str) -> Option<u64> {
+    u64::from_str_radix(text, 16).ok()
 }
 
 /// The working directory of a process.
 pub fn working_directory(pid: u32) -> Option<PathBuf> {
     fs::read_link(format!("/proc/{pid}/cwd")).ok()
-}
-
-/// Opens `path` if it is what the process has open, else says why not.
-fn open_as_qemu_has_it(pid: u32, path: &Path) -> Result<File, String> {
-    let file =
-        File::open(path).map_err(|error| format!("cannot open its file {}: {error}", path.display()))?;
-    let metadata = file
-        .metadata()
-        .map_err(|error| format!("cannot examine its file {}: {error}", path.display()))?;
-    if !metadata.is_file() {
-        return Err(format!("{} is no regular file", path.display()));
-    }
-    let descriptors = fs::read_dir(format!("/proc/{pid}/fd"))
-        .map_err(|error| format!("cannot see the open files of QEMU's process {pid}: {error}"))?;
-    let same = |held: fs::Metadata| (held.dev(), held.ino()) == (metadata.dev(), metadata.ino());
-    if descriptors
-        .flatten()
-        .any(|descriptor| fs::metadata(descriptor.path()).is_ok_and(same))
-    {
-        Ok(file)
-    } else {
-        Err(format!(
-            "{} is not the file that QEMU's process {pid} holds open",
-            path.display()
-        ))
-    }
 }
 
 async fn property(client: &Client, path: &str, property: &str) -> Result<serde_json::Value, Failure> {
@@ -182,21 +256,33 @@ async fn property(client: &Client, path: &str, property: &str) -> Result<serde_j
 mod tests {
     use super::*;
 
+    const MAPS: &str = "\
+7f0000000000-7f0000200000 rw-s 00000000 00:2e 3                          /run/dormouse/a/ram/pc.ram
+7f0000200000-7f0000400000 rw-s 00200000 00:2e 3                          /run/dormouse/a/ram/pc.ram
+7f0000400000-7f0000600000 rw-p 00000000 00:2e 4                          /elsewhere/pc.ram
+7f0000600000-7f0000800000 rw-s 00000000 00:2e 5                          /odd name/pc.ram (deleted)
+7f0000800000-7f0000a00000 rw-p 00000000 00:00 0
+ffffffffff600000-ffffffffff601000 --xp 00000000 00:00 0                  [vsyscall]
+";
+
     #[test]
-    fn a_file_that_was_replaced_under_its_name_is_not_taken_for_ram() {
-        let directory = tempfile::tempdir().unwrap();
-        let path = directory.path().join("pc.ram");
-        let held = File::create(&path).unwrap();
-        let pid = std::process::id();
-        open_as_qemu_has_it(pid, &path).unwrap();
-        fs::remove_file(&path).unwrap();
-        fs::write(&path, b"another").unwrap();
-        // Our own attempt to look must not count as QEMU holding the file, so another process stands for QEMU.
-        let error = open_as_qemu_has_it(1, &path).unwrap_err();
-        assert!(
-            error.contains("is not the file") || error.contains("cannot see"),
-            "{error}"
+    fn the_parts_of_one_file_count_together_and_private_ones_not_at_all() {
+        let identity = |inode| Identity {
+            major: 0,
+            minor: 0x2e,
+            inode,
+        };
+        let mapped = shared_mappings(MAPS, Path::new("/run/dormouse/a/ram/pc.ram"));
+        assert_eq!(
+            mapped,
+            HashMap::from([(identity(3), 4 << 20), (identity(5), 2 << 20)])
         );
-        drop(held);
+        assert!(shared_mappings(MAPS, Path::new("/m0")).is_empty());
+    }
+
+    #[test]
+    fn ram_that_no_process_has_mapped_is_refused() {
+        let error = mapped_by(std::process::id(), Path::new("/dev/shm/pc.ram"), ByteCount(4096)).unwrap_err();
+        assert!(error.contains("not exactly one shared mapping"), "{error}");
     }
 }

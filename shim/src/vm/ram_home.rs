@@ -1,9 +1,13 @@
-//! Where the RAM of a supervised guest lives: files on tmpfs, one for each memory backend.
+//! Where the RAM of a guest is made: files on tmpfs, one for each memory backend.
 //!
 //! RAM in shared files can be saved straight from a mapping of our own, with no copy through QEMU. On huge pages the
 //! save reaches the disk's own pace and the guest runs faster, and a tmpfs has them only when mounted so: where the
 //! host lets us mount, each VM gets a tmpfs of its own with `huge=within_size`; else the files go into a shared one
 //! (`/dev/shm`), in small pages.
+//!
+//! The files have names only until QEMU has opened them. From then on the memory hangs on QEMU's process alone, and
+//! however supervisor and QEMU end, nothing is left of it. Who wants to read it finds it through that process
+//! ([`memory`](super::memory)).
 
 use std::fs;
 use std::io;
@@ -23,7 +27,7 @@ const TMPFS_MAGIC: u64 = 0x0102_1994;
 /// `HUGETLBFS_MAGIC` of statfs(2).
 const HUGETLBFS_MAGIC: u64 = 0x9584_58f6;
 
-/// A folder for one guest's RAM. It stays until [`RamHome::remove`].
+/// A folder for one guest's RAM. Dropping it takes the names away; QEMU keeps what it has opened.
 #[derive(Debug)]
 pub struct RamHome {
     directory: PathBuf,
@@ -54,7 +58,7 @@ impl RamHome {
                 }
             },
         };
-        home.check_room(size).inspect_err(|_| home.remove())?;
+        home.check_room(size)?;
         Ok(home)
     }
 
@@ -77,18 +81,6 @@ impl RamHome {
     /// The pages that the RAM is made of.
     pub fn pages(&self) -> Pages {
         self.pages
-    }
-
-    /// Removes the files. Whoever has them mapped keeps the memory until it is done with it.
-    pub fn remove(&self) {
-        if self.pages == Pages::Huge
-            && let Err(error) = rustix::mount::unmount(&self.directory, UnmountFlags::DETACH)
-        {
-            tracing::warn!(%error, directory = %self.directory.display(), "cannot unmount the guest's RAM");
-        }
-        if let Err(error) = fs::remove_dir_all(&self.directory) {
-            tracing::warn!(%error, directory = %self.directory.display(), "cannot remove the guest's RAM");
-        }
     }
 
     fn mount_own(vm_directory: &Path, size: ByteCount) -> io::Result<Self> {
@@ -156,6 +148,19 @@ impl RamHome {
     }
 }
 
+impl Drop for RamHome {
+    fn drop(&mut self) {
+        if self.pages == Pages::Huge
+            && let Err(error) = rustix::mount::unmount(&self.directory, UnmountFlags::DETACH)
+        {
+            tracing::warn!(%error, directory = %self.directory.display(), "cannot unmount the guest's RAM");
+        }
+        if let Err(error) = fs::remove_dir_all(&self.directory) {
+            tracing::warn!(%error, directory = %self.directory.display(), "cannot take away the names of the guest's RAM");
+        }
+    }
+}
+
 /// The VM's folder in a tmpfs shared with others. The inode of the VM's own folder keeps two VMs of the same name, in
 /// two state directories, apart.
 fn shared_directory(parent: &Path, vm_directory: &Path) -> PathBuf {
@@ -182,12 +187,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ram_in_a_shared_tmpfs_is_gone_after_removal() {
+    fn the_names_of_ram_are_gone_with_its_home() {
         let vm = tempfile::tempdir().unwrap();
         let home = RamHome::prepare(vm.path(), Some(Path::new(SHARED_TMPFS)), ByteCount(1 << 20)).unwrap();
-        fs::write(home.file("pc.ram"), b"ram").unwrap();
-        home.remove();
-        assert!(!home.file("pc.ram").exists() && !home.directory.exists());
+        let (file, directory) = (home.file("pc.ram"), home.directory.clone());
+        fs::write(&file, b"ram").unwrap();
+        let held = fs::File::open(&file).unwrap();
+        drop(home);
+        assert!(!directory.exists());
+        assert_eq!(io::read_to_string(held).unwrap(), "ram");
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! The preflight of a hibernation: everything that can be known to stand in the way, before the guest is touched.
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use dormouse_qmp::view::block::BlockExportInfo;
 use dormouse_qmp::view::job::JobInfo;
@@ -99,11 +99,7 @@ async fn examine(client: &Client, request: &Request, running: bool) -> Result<Pl
     }
 
     let memory = Memory::of(client, pid).await?;
-    if let Some(block) = memory
-        .shared
-        .iter()
-        .find(|block| is_same_file(&block.path, &request.target))
-    {
+    if let Some(block) = memory.shared.iter().find(|block| block.is_at(&request.target)) {
         return Err(Failure::new(
             Code::Refused,
             format!(
@@ -257,11 +253,4 @@ fn visible_command_line(pid: u32) -> Result<Vec<String>, Failure> {
         .split(|byte| *byte == 0)
         .map(|argument| String::from_utf8_lossy(argument).into_owned())
         .collect())
-}
-
-fn is_same_file(one: &Path, other: &Path) -> bool {
-    match (fs::canonicalize(one), fs::canonicalize(other)) {
-        (Ok(one), Ok(other)) => one == other,
-        _ => false,
-    }
 }

@@ -22,7 +22,7 @@ use crate::machine::interrupt::Interrupt;
 use crate::vm::disks;
 use crate::vm::monitor::{self, wait_for_migration_end, wait_for_run_state};
 use crate::vm::process::QemuProcess;
-use crate::vm::ram_home::RamHome;
+use crate::vm::ram_home::{Pages, RamHome};
 
 /// The name under which QEMU gets its end of the socket for the device state.
 const STREAM_FD: &str = "dormouse-wake-stream";
@@ -46,8 +46,8 @@ pub struct Surroundings {
 pub struct Woken {
     /// Its QEMU.
     pub qemu: QemuProcess,
-    /// Its RAM's files, where it has some.
-    pub ram: Option<RamHome>,
+    /// The pages of its RAM, where that is in shared files.
+    pub pages: Option<Pages>,
     /// The image, still locked. A mapped image must not change while the guest lives.
     pub image: Image,
     /// What was done.
@@ -106,6 +106,7 @@ struct Work {
     image: Option<Image>,
     plan: Option<Plan>,
     ram: Option<RamHome>,
+    pages: Option<Pages>,
     qemu: Option<QemuProcess>,
     qemu_started: Option<Instant>,
     start_to_running_ms: f64,
@@ -121,6 +122,7 @@ impl Work {
             image: None,
             plan: None,
             ram: None,
+            pages: None,
             qemu: None,
             qemu_started: None,
             start_to_running_ms: 0.0,
@@ -215,6 +217,8 @@ impl Work {
         let qemu = QemuProcess::start(&line, &plan.directory, &self.surroundings.monitor_socket).await?;
         self.qemu = Some(qemu);
         self.qemu_started = Some(started);
+        // QEMU has opened its RAM: the names are not needed any more.
+        self.pages = self.ram.take().map(|ram| ram.pages());
         Ok(())
     }
 
@@ -321,9 +325,7 @@ impl Work {
         if let Some(mut qemu) = self.qemu.take() {
             qemu.kill().await?;
         }
-        if let Some(ram) = self.ram.take() {
-            ram.remove();
-        }
+        self.ram = None;
         if unmark
             && self
                 .image
@@ -360,7 +362,7 @@ impl Work {
                 start_to_running_ms: self.start_to_running_ms,
             },
             qemu,
-            ram: self.ram,
+            pages: self.pages,
             image,
             command_line: with_changes(command_line, &self.request.changes),
         })

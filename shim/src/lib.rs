@@ -17,5 +17,6 @@ mod api;
 pub mod cli;
 mod error;
 mod machine;
+mod signals;
 mod supervisor;
 mod vm;

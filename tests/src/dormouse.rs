@@ -82,6 +82,42 @@ impl Dormouse {
         ])
     }
 
+    /// Hibernates the QEMU behind the monitor at `socket` to `image`, without a supervisor.
+    pub fn hibernate_by_monitor(&self, socket: &Path, image: &Path) -> Outcome {
+        self.execute(&[
+            OsStr::new("hibernate"),
+            "--qmp".as_ref(),
+            socket.as_ref(),
+            "--to".as_ref(),
+            image.as_ref(),
+            "--json".as_ref(),
+        ])
+    }
+
+    /// Runs any command to its end.
+    pub fn execute(&self, arguments: &[impl AsRef<OsStr>]) -> Outcome {
+        self.finish(self.spawn(arguments))
+    }
+
+    /// Tries to start a QEMU command line as `name`, which must end by itself.
+    pub fn try_run(&self, name: &str, options: &[&str], command_line: &[OsString]) -> Outcome {
+        let mut arguments: Vec<OsString> = vec!["run".into(), "--name".into(), name.into()];
+        arguments.extend(options.iter().map(OsString::from));
+        arguments.push("--".into());
+        arguments.extend_from_slice(command_line);
+        self.execute(&arguments)
+    }
+
+    /// The monitor that belongs to the supervisor of `name`.
+    pub fn own_monitor(&self, name: &str) -> PathBuf {
+        self.state_dir.join(name).join("qmp.sock")
+    }
+
+    /// The state directory.
+    pub fn state_dir(&self) -> &Path {
+        &self.state_dir
+    }
+
     /// Runs `dormouse image VERB IMAGE`.
     pub fn image(&self, verb: &str, image: &Path, options: &[&str]) -> Outcome {
         let mut arguments = vec![OsStr::new("image"), verb.as_ref(), image.as_ref()];

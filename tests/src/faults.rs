@@ -1,7 +1,7 @@
 //! Faults to order: full volumes, flipped bytes, torn files, killed processes.
 
 use std::{
-    fs::{File, OpenOptions},
+    fs::{self, File, OpenOptions},
     os::unix::fs::FileExt,
     path::{Path, PathBuf},
     process::Command,
@@ -23,7 +23,7 @@ impl SmallVolume {
         let mount_point = lab.path("small-volume");
         let file = File::create(&backing).expect("the volume's file can be made");
         file.set_len(mib << 20).expect("the volume's file can be sized");
-        std::fs::create_dir(&mount_point).expect("the mount point can be made");
+        fs::create_dir(&mount_point).expect("the mount point can be made");
         must_run(
             Command::new("mkfs.ext4")
                 .args(["-q", "-F", "-m", "0"])
@@ -122,4 +122,30 @@ pub fn kill(pid: Pid) {
 /// Freezes a process: it neither answers nor ends.
 pub fn freeze(pid: Pid) {
     kill_process(pid, Signal::STOP).expect("the process can be frozen");
+}
+
+/// Asks a process to end as Ctrl-C does.
+pub fn interrupt(pid: Pid) {
+    kill_process(pid, Signal::INT).expect("the process is there");
+}
+
+/// Fills the guest memory of a QEMU from `begin` on with what is not zero, so that saving it takes a while. The guest
+/// does not use that part.
+pub fn fill_memory(qemu: Pid, begin_mib: u64, mib: u64) {
+    let descriptors =
+        fs::read_dir(format!("/proc/{}/fd", qemu.as_raw_nonzero())).expect("QEMU's files can be seen");
+    let ram = descriptors
+        .flatten()
+        .map(|descriptor| descriptor.path())
+        .find(|path| fs::read_link(path).is_ok_and(|name| name.to_string_lossy().contains("pc.ram")))
+        .expect("QEMU has its RAM open");
+    let ram = OpenOptions::new()
+        .write(true)
+        .open(ram)
+        .expect("guest memory can be opened");
+    let filling = vec![0xa5; 1 << 20];
+    for at_mib in begin_mib..begin_mib + mib {
+        ram.write_all_at(&filling, at_mib << 20)
+            .expect("guest memory can be written");
+    }
 }

@@ -110,7 +110,12 @@ impl BootSectorGuest {
 
     /// A guest with 64 MiB of RAM, 17 MiB of it not zero, and a disk of its own.
     pub fn new(lab: &Lab, build: QemuBuild) -> Self {
-        let body = Body::new(lab, build, 64);
+        Self::with_ram(lab, build, 64)
+    }
+
+    /// The same guest with `ram_mib` MiB of RAM.
+    pub fn with_ram(lab: &Lab, build: QemuBuild, ram_mib: u64) -> Self {
+        let body = Body::new(lab, build, ram_mib);
         let original = existing(laboratory().join("guest/boot_sector.img"));
         fs::copy(original, &body.disk).expect("the guest's disk can be copied");
         Self { body }

@@ -71,11 +71,17 @@ pub struct PlainQemu {
 impl PlainQemu {
     /// Starts `guest`.
     pub fn start(guest: &impl Guest) -> Self {
+        Self::start_with(guest, &[])
+    }
+
+    /// Starts the guest's QEMU with more arguments.
+    pub fn start_with(guest: &impl Guest, more: &[&str]) -> Self {
         let [program, arguments @ ..] = &guest.command_line()[..] else {
             unreachable!("a command line starts with a program");
         };
         let child = Command::new(program)
             .args(arguments)
+            .args(more)
             .stdin(Stdio::null())
             .spawn()
             .expect("QEMU starts");

@@ -13,6 +13,7 @@ use crate::api::client::Supervisor;
 use crate::api::types::{Hibernated, NewOperation, Operation};
 use crate::error::{Code, Failure};
 use crate::machine::hibernate::Request;
+use crate::signals::Signals;
 use crate::supervisor::operation::Prepared;
 use crate::supervisor::state_dir::{StateDir, VmRecord};
 
@@ -45,6 +46,7 @@ async fn by_supervisor(
     wish: NewOperation,
     progress: &Progress,
 ) -> Result<Hibernated, Failure> {
+    let mut signals = Signals::watch()?;
     let mut operation = supervisor.begin(&wish).await?;
     let id = operation.id;
     loop {
@@ -60,7 +62,7 @@ async fn by_supervisor(
         progress.tell(&operation);
         operation = tokio::select! {
             news = supervisor.news(id, operation.version) => news?,
-            _ = tokio::signal::ctrl_c() => {
+            _ = signals.next() => {
                 supervisor.cancel(id).await?;
                 supervisor.news(id, operation.version).await?
             }
@@ -75,6 +77,7 @@ async fn by_ourselves(
     replace: bool,
     progress: &Progress,
 ) -> Result<Hibernated, Failure> {
+    let mut signals = Signals::watch()?;
     let client = Client::connect(socket, ConnectOptions::default()).await?;
     let (vm_name, command_line) = known_of(socket, client.peer_pid());
     let request = Request {
@@ -90,7 +93,7 @@ async fn by_ourselves(
         tokio::select! {
             outcome = &mut work => return outcome.map(Hibernated::from),
             Ok(()) = documents.changed() => progress.tell(&documents.borrow_and_update()),
-            _ = tokio::signal::ctrl_c() => {
+            _ = signals.next() => {
                 // The answer shows in the outcome.
                 let (tell, _) = oneshot::channel();
                 let _ = cancel.try_send(tell);

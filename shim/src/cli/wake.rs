@@ -3,7 +3,6 @@
 use std::process::ExitCode;
 
 use dormouse_storage::Image;
-use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{mpsc, watch};
 
 use super::report::Report;
@@ -13,6 +12,7 @@ use crate::error::{Code, Failure};
 use crate::machine::wake::machine::Phase;
 use crate::machine::wake::runner::{Surroundings, Woken, wake as wake_guest};
 use crate::machine::wake::{Mode, Request};
+use crate::signals::Signals;
 use crate::supervisor::state_dir::StateDir;
 use crate::supervisor::{Supervised, supervise};
 
@@ -83,10 +83,7 @@ pub async fn wake(arguments: WakeArguments, state: &StateDir, report: &Report) -
 
 /// Until the guest runs, a signal means that it is not wanted after all.
 async fn wake_until_signal(request: Request, surroundings: Surroundings) -> Result<Woken, Failure> {
-    let watch =
-        |error: std::io::Error| Failure::new(Code::Internal, format!("cannot watch for signals: {error}"));
-    let mut terminate = signal(SignalKind::terminate()).map_err(watch)?;
-    let mut interrupt = signal(SignalKind::interrupt()).map_err(watch)?;
+    let mut signals = Signals::watch()?;
     let (cancel, cancels) = mpsc::channel(1);
     let mut waking = std::pin::pin!(wake_guest(
         request,
@@ -97,8 +94,8 @@ async fn wake_until_signal(request: Request, surroundings: Surroundings) -> Resu
     loop {
         tokio::select! {
             outcome = &mut waking => return outcome,
-            _ = terminate.recv() => drop(cancel.try_send(())),
-            _ = interrupt.recv() => drop(cancel.try_send(())),
+            // One that waits already is enough.
+            _ = signals.next() => drop(cancel.try_send(())),
         }
     }
 }

@@ -23,8 +23,7 @@ use std::time::Duration;
 
 use dormouse_qmp::Client;
 use dormouse_storage::Image;
-use rustix::process::{Pid, Signal, kill_process};
-use tokio::signal::unix::{SignalKind, signal};
+use rustix::process::{Pid, kill_process};
 use tokio::sync::{mpsc, oneshot, watch};
 use uuid::Uuid;
 
@@ -34,6 +33,7 @@ use crate::error::{Code, Failure};
 use crate::machine::hibernate;
 use crate::machine::hibernate::machine::CancelAnswer;
 use crate::machine::hibernate::runner::Cancel;
+use crate::signals::Signals;
 use crate::vm::process::QemuProcess;
 use operation::Prepared;
 use state_dir::VmDirectory;
@@ -103,7 +103,7 @@ pub async fn supervise(mut supervised: Supervised) -> Result<ExitStatus, Failure
         .directory
         .record(pid, &supervised.command_line)
         .map_err(|error| internal("cannot write the VM's record", error))?;
-    let mut signals = Signals::new().map_err(|error| internal("cannot watch for signals", error))?;
+    let mut signals = Signals::watch()?;
     let (requests, mut requested) = mpsc::channel(REQUEST_QUEUE);
     let (current, operation) = watch::channel(None);
     let handle = Handle {
@@ -257,29 +257,4 @@ fn absolute(path: PathBuf) -> Result<PathBuf, Failure> {
         Code::Usage,
         format!("{} is not an absolute path", path.display()),
     ))
-}
-
-/// The signals that end a program; QEMU takes them as a request to shut down.
-struct Signals {
-    terminate: tokio::signal::unix::Signal,
-    interrupt: tokio::signal::unix::Signal,
-    hangup: tokio::signal::unix::Signal,
-}
-
-impl Signals {
-    fn new() -> std::io::Result<Self> {
-        Ok(Self {
-            terminate: signal(SignalKind::terminate())?,
-            interrupt: signal(SignalKind::interrupt())?,
-            hangup: signal(SignalKind::hangup())?,
-        })
-    }
-
-    async fn next(&mut self) -> Signal {
-        tokio::select! {
-            _ = self.terminate.recv() => Signal::TERM,
-            _ = self.interrupt.recv() => Signal::INT,
-            _ = self.hangup.recv() => Signal::HUP,
-        }
-    }
 }

@@ -1,0 +1,164 @@
+//! A supervisor is to QEMU's user what QEMU itself was, and its end is not QEMU's.
+
+use std::ffi::OsString;
+use std::fs;
+
+use dormouse_tests::{BootSectorGuest, Dormouse, Guest, Lab, PlainQemu, QemuBuild, faults};
+use serde_json::json;
+
+const REFUSED: i32 = 3;
+const UNREACHABLE: i32 = 4;
+const KILLED: i32 = 128 + 9;
+
+#[test]
+fn a_supervisor_ends_with_qemus_status_and_leaves_nothing() {
+    let lab = Lab::new();
+    let dormouse = Dormouse::new(&lab);
+    let guest = BootSectorGuest::new(&lab, QemuBuild::V10_0);
+
+    let mut supervisor = dormouse.run("guest", &guest);
+    guest.monitor().execute("quit", json!({}));
+    assert_eq!(supervisor.wait_for_end().code(), Some(0));
+
+    let mut supervisor = dormouse.run("guest", &guest);
+    assert_eq!(
+        supervisor.terminate().code(),
+        Some(0),
+        "QEMU takes SIGTERM for a request to shut down"
+    );
+
+    let mut supervisor = dormouse.run("guest", &guest);
+    faults::kill(lab.only_qemu());
+    assert_eq!(supervisor.wait_for_end().code(), Some(KILLED));
+
+    assert_eq!(faults::files_in(dormouse.state_dir()), Vec::<String>::new());
+}
+
+#[test]
+fn a_command_line_that_qemu_refuses_is_told_and_leaves_nothing() {
+    let lab = Lab::new();
+    let dormouse = Dormouse::new(&lab);
+    let mut line = BootSectorGuest::new(&lab, QemuBuild::V10_0).command_line();
+    line.extend(["-device", "no-such-device"].map(OsString::from));
+    let outcome = dormouse.try_run("guest", &[], &line).expect_exit(REFUSED);
+    assert!(outcome.stderr.contains("no-such-device"), "{outcome:#?}");
+    assert_eq!(faults::files_in(dormouse.state_dir()), Vec::<String>::new());
+    // In the background the same is seen from the front.
+    let outcome = dormouse
+        .try_run("guest", &["--detach"], &line)
+        .expect_exit(REFUSED);
+    assert!(outcome.stderr.contains("no-such-device"), "{outcome:#?}");
+    lab.wait_for_no_qemu();
+}
+
+#[test]
+fn a_name_in_use_is_refused_and_its_vm_undisturbed() {
+    let lab = Lab::new();
+    let dormouse = Dormouse::new(&lab);
+    let guest = BootSectorGuest::new(&lab, QemuBuild::V10_0);
+    let _supervisor = dormouse.run("guest", &guest);
+    let other = Lab::new();
+    let second = BootSectorGuest::new(&other, QemuBuild::V10_0).command_line();
+    for options in [&[][..], &["--detach"]] {
+        dormouse.try_run("guest", options, &second).expect_exit(REFUSED);
+    }
+    guest.wait_for_more_ticks();
+    dormouse.status("guest").expect_success();
+}
+
+#[test]
+fn a_vm_in_the_background_is_there_when_its_start_returns() {
+    let lab = Lab::new();
+    let dormouse = Dormouse::new(&lab);
+    let guest = BootSectorGuest::new(&lab, QemuBuild::V10_0);
+    let image = lab.path("guest.image");
+    let started = dormouse
+        .try_run("guest", &["--detach"], &guest.command_line())
+        .expect_success();
+    assert!(started.stdout.contains("guest: running"), "{started:#?}");
+    guest.wait_for_ticks(5);
+    dormouse.hibernate("guest", &image).expect_success();
+    // Its name is free at once.
+    let image = image.to_str().unwrap();
+    let woken = dormouse
+        .execute(&["wake", image, "--detach", "--json"])
+        .expect_success();
+    assert_eq!(woken.result()["run_state"], "running");
+    assert_eq!(woken.result()["woken"]["mode"], "map");
+    guest.wait_for_more_ticks();
+}
+
+#[test]
+fn a_guest_whose_supervisor_was_killed_lives_on_and_can_be_hibernated() {
+    let lab = Lab::new();
+    let dormouse = Dormouse::new(&lab);
+    let guest = BootSectorGuest::new(&lab, QemuBuild::V10_0);
+    let image = lab.path("guest.image");
+    dormouse.run("guest", &guest).kill();
+    guest.wait_for_more_ticks();
+    dormouse
+        .try_run("guest", &[], &guest.command_line())
+        .expect_exit(REFUSED);
+    guest.wait_for_more_ticks();
+
+    dormouse
+        .hibernate_by_monitor(&dormouse.own_monitor("guest"), &image)
+        .expect_success();
+    lab.wait_for_no_qemu();
+    let last = guest.last_counter();
+    let _woken = dormouse.wake("guest", &image, &[]);
+    assert!(guest.wait_for_more_ticks() > last);
+}
+
+#[test]
+fn a_qemu_without_supervisor_is_hibernated_over_its_monitor() {
+    let lab = Lab::new();
+    let dormouse = Dormouse::new(&lab);
+    let guest = BootSectorGuest::new(&lab, QemuBuild::V10_0);
+    let ram = format!(
+        "memory-backend-file,id=pc.ram,size=64M,share=on,mem-path={}",
+        lab.path("ram").display()
+    );
+    let plain = PlainQemu::start_with(&guest, &["-object", &ram, "-machine", "memory-backend=pc.ram"]);
+    guest.wait_for_ticks(5);
+    let image = lab.path("guest.image");
+    dormouse
+        .hibernate_by_monitor(guest.monitor_socket(), &image)
+        .expect_success();
+    drop(plain);
+    let last = guest.last_counter();
+    let _woken = dormouse.wake("guest", &image, &[]);
+    assert!(guest.wait_for_more_ticks() > last);
+}
+
+#[test]
+fn memory_that_cannot_be_reached_is_refused_and_the_guest_runs_on() {
+    let lab = Lab::new();
+    let dormouse = Dormouse::new(&lab);
+    let guest = BootSectorGuest::new(&lab, QemuBuild::V10_0);
+    let _plain = PlainQemu::start(&guest);
+    guest.wait_for_ticks(5);
+    let image = lab.path("guest.image");
+    let outcome = dormouse
+        .hibernate_by_monitor(guest.monitor_socket(), &image)
+        .expect_exit(REFUSED);
+    assert_eq!(outcome.result()["error"]["guest"], "running");
+    guest.wait_for_more_ticks();
+    assert!(!image.exists());
+}
+
+#[test]
+fn a_monitor_that_is_taken_is_told_so() {
+    let lab = Lab::new();
+    let dormouse = Dormouse::new(&lab);
+    let guest = BootSectorGuest::new(&lab, QemuBuild::V10_0);
+    let _supervisor = dormouse.run("guest", &guest);
+    let image = lab.path("guest.image");
+    let outcome = dormouse
+        .hibernate_by_monitor(&dormouse.own_monitor("guest"), &image)
+        .expect_exit(UNREACHABLE);
+    let message = outcome.result()["error"]["message"].as_str().unwrap().to_owned();
+    assert!(message.contains("another client holds it"), "{message}");
+    guest.wait_for_more_ticks();
+    assert!(fs::metadata(image).is_err());
+}

@@ -16,6 +16,7 @@ mod lab;
 mod monitor;
 mod processes;
 mod qemu;
+mod scene;
 mod wait;
 
 pub use dormouse::{Dormouse, Outcome, Supervisor};
@@ -23,4 +24,5 @@ pub use guest::{BootSectorGuest, Guest, LinuxGuest};
 pub use lab::Lab;
 pub use monitor::Monitor;
 pub use qemu::{PlainQemu, QemuBuild};
+pub use scene::Scene;
 pub use wait::{PATIENCE, until};

@@ -5,50 +5,33 @@ use std::{
     fs,
     io::{BufRead, BufReader},
     path::PathBuf,
-    process::Child,
+    process::{Child, ChildStdout},
 };
 
-use dormouse_tests::{BootSectorGuest, Dormouse, Guest, Lab, Outcome, QemuBuild, Supervisor, faults};
+use dormouse_tests::{Guest, QemuBuild, Scene, Supervisor, faults};
 use rustix::process::Pid;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 const REFUSED: i32 = 3;
 const UNREACHABLE: i32 = 4;
 const CANCELLED: i32 = 6;
 
-/// A guest with a gigabyte of memory that takes its time to be saved.
-struct Scene {
-    // Dropped in this order: the lab sweeps up last.
+/// A guest with a gigabyte of memory, which takes its time to be saved, in the middle of being saved.
+struct Middle {
+    hibernating: Child,
+    lines: BufReader<ChildStdout>,
     supervisor: Supervisor,
-    dormouse: Dormouse,
-    guest: BootSectorGuest,
-    lab: Lab,
+    scene: Scene,
 }
 
-impl Scene {
-    fn new(build: QemuBuild) -> Self {
-        let lab = Lab::new();
-        let dormouse = Dormouse::new(&lab);
-        let guest = BootSectorGuest::with_ram(&lab, build, 1200);
-        let supervisor = dormouse.run("guest", &guest);
-        guest.wait_for_ticks(5);
-        faults::fill_memory(lab.only_qemu(), 64, 1024);
-        fs::create_dir(lab.path("images")).expect("a folder can be made");
-        Self {
-            supervisor,
-            dormouse,
-            guest,
-            lab,
-        }
-    }
-
-    fn image(&self) -> PathBuf {
-        self.lab.path("images/guest.image")
-    }
-
-    /// Begins to hibernate and returns when memory is being written.
-    fn hibernating(&self) -> (Child, impl BufRead + use<>) {
-        let mut hibernating = self.dormouse.start_hibernating("guest", &self.image());
+impl Middle {
+    /// Returns when memory is being written.
+    fn met(build: QemuBuild) -> Self {
+        let scene = Scene::with_ram(build, 1200);
+        let supervisor = scene.run();
+        faults::fill_memory(scene.lab.only_qemu(), 64, 1024);
+        fs::create_dir(scene.lab.path("images")).expect("a folder can be made");
+        let mut hibernating = scene.dormouse.start_hibernating("guest", &image(&scene));
         let output = hibernating.stdout.take().expect("its output is ours");
         let mut lines = BufReader::new(output);
         let mut line = String::new();
@@ -62,42 +45,65 @@ impl Scene {
             progress["bytes"], progress["total"],
             "it was too fast to have a middle"
         );
-        (hibernating, lines)
+        Self {
+            hibernating,
+            lines,
+            supervisor,
+            scene,
+        }
     }
 
-    /// How it ended, and its last line.
-    fn finish(&self, hibernating: Child, lines: impl BufRead) -> (Outcome, Value) {
-        let last = lines.lines().map_while(Result::ok).last().unwrap_or_default();
+    fn client(&self) -> Pid {
+        Pid::from_child(&self.hibernating)
+    }
+
+    /// Waits for the end; returns the scene after it, the exit code, and the last line's error.
+    fn end(self) -> (Scene, Supervisor, Option<i32>, Value) {
+        let last = self
+            .lines
+            .lines()
+            .map_while(Result::ok)
+            .last()
+            .unwrap_or_default();
+        let last: Value = serde_json::from_str(&last).unwrap_or_default();
+        let outcome = self.scene.dormouse.finish(self.hibernating);
         (
-            self.dormouse.finish(hibernating),
-            serde_json::from_str(&last).unwrap_or_default(),
+            self.scene,
+            self.supervisor,
+            outcome.exit_code(),
+            last["error"].clone(),
         )
-    }
-
-    fn expect_guest_as_before(&self) {
-        self.guest.wait_for_more_ticks();
-        assert_eq!(faults::files_in(&self.lab.path("images")), Vec::<String>::new());
-        let mut monitor = self.guest.monitor();
-        let capabilities = monitor.execute("query-migrate-capabilities", serde_json::json!({}));
-        let on: Vec<&Value> = capabilities
-            .as_array()
-            .into_iter()
-            .flatten()
-            .filter(|capability| capability["state"] == true)
-            .map(|capability| &capability["capability"])
-            .collect();
-        assert!(
-            !on.iter()
-                .any(|name| *name == "x-ignore-shared" || *name == "events"),
-            "{on:?}"
-        );
-        let parameters = monitor.execute("query-migrate-parameters", serde_json::json!({}));
-        assert_eq!(parameters["max-bandwidth"], 128 << 20);
     }
 }
 
-fn pid_of(child: &Child) -> Pid {
-    Pid::from_child(child)
+fn image(scene: &Scene) -> PathBuf {
+    scene.lab.path("images/guest.image")
+}
+
+fn expect_no_image(scene: &Scene) {
+    assert_eq!(faults::files_in(&scene.lab.path("images")), Vec::<String>::new());
+}
+
+/// The guest runs, nothing of the attempt is on the volume, and migration is set as QEMU has it from the start.
+fn expect_guest_as_before(scene: &Scene) {
+    scene.guest.wait_for_more_ticks();
+    expect_no_image(scene);
+    let mut monitor = scene.guest.monitor();
+    let capabilities = monitor.execute("query-migrate-capabilities", json!({}));
+    let on: Vec<&Value> = capabilities
+        .as_array()
+        .into_iter()
+        .flatten()
+        .filter(|capability| capability["state"] == true)
+        .map(|capability| &capability["capability"])
+        .collect();
+    assert!(
+        !on.iter()
+            .any(|name| *name == "x-ignore-shared" || *name == "events"),
+        "{on:?}"
+    );
+    let parameters = monitor.execute("query-migrate-parameters", json!({}));
+    assert_eq!(parameters["max-bandwidth"], 128 << 20);
 }
 
 #[test]
@@ -116,57 +122,51 @@ fn a_ctrl_c_gives_the_guest_back_as_it_was_on_qemu_11_1() {
 }
 
 fn a_ctrl_c_gives_the_guest_back_as_it_was(build: QemuBuild) {
-    let scene = Scene::new(build);
-    let (hibernating, lines) = scene.hibernating();
-    faults::interrupt(pid_of(&hibernating));
-    let (outcome, last) = scene.finish(hibernating, lines);
-    assert_eq!(outcome.exit_code(), Some(CANCELLED), "{outcome:#?}");
-    assert_eq!(last["error"]["guest"], "running");
-    scene.expect_guest_as_before();
+    let middle = Middle::met(build);
+    faults::interrupt(middle.client());
+    let (scene, _supervisor, code, error) = middle.end();
+    assert_eq!(code, Some(CANCELLED), "{error}");
+    assert_eq!(error["guest"], "running");
+    expect_guest_as_before(&scene);
     // And nothing of it stands in the way of the next try.
-    scene.dormouse.hibernate("guest", &scene.image()).expect_success();
+    scene.dormouse.hibernate("guest", &image(&scene)).expect_success();
     scene
         .dormouse
-        .image("verify", &scene.image(), &[])
+        .image("verify", &image(&scene), &[])
         .expect_success();
 }
 
 #[test]
 fn a_qemu_that_is_killed_while_its_memory_is_written_leaves_no_image() {
-    let mut scene = Scene::new(QemuBuild::V10_0);
-    let (hibernating, lines) = scene.hibernating();
-    faults::kill(scene.lab.only_qemu());
-    let (outcome, last) = scene.finish(hibernating, lines);
-    assert_eq!(outcome.exit_code(), Some(UNREACHABLE), "{outcome:#?}");
-    assert_eq!(last["error"]["code"], "unreachable");
-    scene.supervisor.wait_for_end();
-    assert_eq!(faults::files_in(&scene.lab.path("images")), Vec::<String>::new());
+    let middle = Middle::met(QemuBuild::V10_0);
+    faults::kill(middle.scene.lab.only_qemu());
+    let (scene, mut supervisor, code, error) = middle.end();
+    assert_eq!(code, Some(UNREACHABLE), "{error}");
+    assert_eq!(error["code"], "unreachable");
+    supervisor.wait_for_end();
+    expect_no_image(&scene);
 }
 
 #[test]
 fn a_guest_that_somebody_runs_in_the_middle_has_no_image_and_runs_on() {
-    let scene = Scene::new(QemuBuild::V10_0);
-    let mut monitor = scene.guest.monitor();
-    let (hibernating, lines) = scene.hibernating();
-    monitor.cont();
-    drop(monitor);
-    let (outcome, last) = scene.finish(hibernating, lines);
-    assert_eq!(outcome.exit_code(), Some(REFUSED), "{outcome:#?}");
-    assert_eq!(last["error"]["guest"], "running");
-    scene.expect_guest_as_before();
+    let middle = Middle::met(QemuBuild::V10_0);
+    middle.scene.guest.monitor().cont();
+    let (scene, _supervisor, code, error) = middle.end();
+    assert_eq!(code, Some(REFUSED), "{error}");
+    assert_eq!(error["guest"], "running");
+    expect_guest_as_before(&scene);
 }
 
 #[test]
 fn a_client_that_is_killed_does_not_stop_the_save() {
-    let mut scene = Scene::new(QemuBuild::V10_0);
-    let (hibernating, lines) = scene.hibernating();
-    faults::kill(pid_of(&hibernating));
-    drop(lines);
-    let status = scene.supervisor.wait_for_end();
+    let middle = Middle::met(QemuBuild::V10_0);
+    faults::kill(middle.client());
+    let (scene, mut supervisor, code, _) = middle.end();
+    assert_eq!(code, None, "the client was killed");
+    let status = supervisor.wait_for_end();
     assert!(status.success(), "{status}");
     scene
         .dormouse
-        .image("verify", &scene.image(), &[])
+        .image("verify", &image(&scene), &[])
         .expect_success();
-    scene.dormouse.finish(hibernating);
 }

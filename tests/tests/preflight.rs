@@ -2,79 +2,56 @@
 
 use std::{ffi::OsString, fs, path::Path, process::Command};
 
-use dormouse_tests::{BootSectorGuest, Dormouse, Guest, Lab, QemuBuild, Supervisor, until};
+use dormouse_tests::{Guest, QemuBuild, Scene, until};
 use serde_json::json;
 
 const REFUSED: i32 = 3;
 
-struct Scene {
-    // Dropped in this order: the lab sweeps up last.
-    _supervisor: Supervisor,
-    dormouse: Dormouse,
-    guest: BootSectorGuest,
-    lab: Lab,
-}
-
-impl Scene {
-    fn new(build: QemuBuild) -> Self {
-        let lab = Lab::new();
-        let dormouse = Dormouse::new(&lab);
-        let guest = BootSectorGuest::new(&lab, build);
-        let supervisor = dormouse.run("guest", &guest);
-        guest.wait_for_ticks(5);
-        Self {
-            _supervisor: supervisor,
-            dormouse,
-            guest,
-            lab,
-        }
-    }
-
-    fn expect_refusal(&self, target: &Path, words: &str) {
-        let outcome = self.dormouse.hibernate("guest", target).expect_exit(REFUSED);
-        let error = outcome.result()["error"].clone();
-        assert!(error["message"].to_string().contains(words), "{error}");
-        assert_eq!(error["guest"], "running");
-        self.guest.wait_for_more_ticks();
-    }
+/// Refused, with these words, and the guest runs on.
+fn expect_refusal(scene: &Scene, target: &Path, words: &str) {
+    let outcome = scene.dormouse.hibernate("guest", target).expect_exit(REFUSED);
+    let error = outcome.result()["error"].clone();
+    assert!(error["message"].to_string().contains(words), "{error}");
+    assert_eq!(error["guest"], "running");
+    scene.guest.wait_for_more_ticks();
 }
 
 #[test]
 fn a_mirror_job_is_named_on_every_qemu() {
     for build in [QemuBuild::V7_2, QemuBuild::V10_0, QemuBuild::V11_1] {
         let scene = Scene::new(build);
+        let _supervisor = scene.run();
         let copy = scene.lab.path("copy.img");
         let mirror = json!({"job-id": "copying", "device": "ide0-hd0", "target": copy, "sync": "full", "format": "raw"});
         scene.guest.monitor().execute("drive-mirror", mirror);
-        scene.expect_refusal(&scene.lab.path("guest.image"), "mirror job copying");
+        expect_refusal(&scene, &scene.image(), "mirror job copying");
     }
 }
 
 #[test]
 fn a_device_that_was_plugged_in_later_is_named() {
     let scene = Scene::new(QemuBuild::V10_0);
+    let _supervisor = scene.run();
     let plug = json!({"driver": "virtio-rng-pci", "id": "later"});
     scene.guest.monitor().execute("device_add", plug);
-    scene.expect_refusal(&scene.lab.path("guest.image"), "device later was plugged in");
+    expect_refusal(&scene, &scene.image(), "device later was plugged in");
 }
 
 #[test]
 fn the_guests_own_disk_is_no_place_for_its_image() {
     let scene = Scene::new(QemuBuild::V10_0);
-    scene.expect_refusal(scene.guest.disk(), "the guest's own disk");
+    let _supervisor = scene.run();
+    expect_refusal(&scene, scene.guest.disk(), "the guest's own disk");
 }
 
 #[test]
 fn disks_in_snapshot_mode_are_named() {
-    let lab = Lab::new();
-    let dormouse = Dormouse::new(&lab);
-    let guest = BootSectorGuest::new(&lab, QemuBuild::V10_0);
+    let scene = Scene::new(QemuBuild::V10_0);
+    let Scene { dormouse, guest, .. } = &scene;
     let mut line = guest.command_line();
     line.push(OsString::from("-snapshot"));
     dormouse.try_run("guest", &["--detach"], &line).expect_success();
-    let outcome = dormouse
-        .hibernate("guest", &lab.path("guest.image"))
-        .expect_exit(REFUSED);
+    let outcome = dormouse.hibernate("guest", &scene.image()).expect_exit(REFUSED);
     assert!(
         outcome.result()["error"]["message"]
             .as_str()
@@ -87,14 +64,9 @@ fn disks_in_snapshot_mode_are_named() {
 
 #[test]
 fn a_disk_written_after_the_save_keeps_its_guest_asleep_until_it_is_as_it_was() {
-    let lab = Lab::new();
-    let dormouse = Dormouse::new(&lab);
-    let guest = BootSectorGuest::new(&lab, QemuBuild::V10_0);
-    let image = lab.path("guest.image");
-    let mut supervisor = dormouse.run("guest", &guest);
-    guest.wait_for_ticks(5);
-    dormouse.hibernate("guest", &image).expect_success();
-    supervisor.wait_for_end();
+    let scene = Scene::new(QemuBuild::V10_0);
+    let image = scene.hibernated();
+    let Scene { dormouse, guest, .. } = &scene;
 
     let saved = fs::metadata(guest.disk()).unwrap().modified().unwrap();
     let disk = fs::File::options().write(true).open(guest.disk()).unwrap();
@@ -116,14 +88,9 @@ fn a_disk_written_after_the_save_keeps_its_guest_asleep_until_it_is_as_it_was() 
 
 #[test]
 fn an_image_is_not_woken_with_another_disk_than_it_was_saved_with() {
-    let lab = Lab::new();
-    let dormouse = Dormouse::new(&lab);
-    let guest = BootSectorGuest::new(&lab, QemuBuild::V10_0);
-    let image = lab.path("guest.image");
-    let mut supervisor = dormouse.run("guest", &guest);
-    guest.wait_for_ticks(5);
-    dormouse.hibernate("guest", &image).expect_success();
-    supervisor.wait_for_end();
+    let scene = Scene::new(QemuBuild::V10_0);
+    let image = scene.hibernated();
+    let Scene { dormouse, lab, .. } = &scene;
     let more = lab.path("more.img");
     fs::write(&more, vec![0; 1 << 20]).unwrap();
     let drive = format!("file={},format=raw,if=ide,index=1", more.display());
@@ -142,6 +109,7 @@ fn an_image_is_not_woken_with_another_disk_than_it_was_saved_with() {
 #[test]
 fn a_guest_that_was_paused_is_paused_again_after_a_failure() {
     let scene = Scene::new(QemuBuild::V10_0);
+    let _supervisor = scene.run();
     let mut monitor = scene.guest.monitor();
     monitor.stop();
     let outcome = scene.dormouse.hibernate("guest", Path::new("/proc/guest.image"));
@@ -155,6 +123,7 @@ fn a_guest_that_was_paused_is_paused_again_after_a_failure() {
 #[test]
 fn a_block_device_is_refused_as_a_target() {
     let scene = Scene::new(QemuBuild::V10_0);
+    let _supervisor = scene.run();
     let backing = scene.lab.path("device.img");
     fs::File::create(&backing).unwrap().set_len(256 << 20).unwrap();
     let output = Command::new("losetup")
@@ -164,7 +133,7 @@ fn a_block_device_is_refused_as_a_target() {
         .unwrap();
     let device = String::from_utf8(output.stdout).unwrap().trim().to_owned();
     assert!(device.starts_with("/dev/loop"), "{device}");
-    scene.expect_refusal(Path::new(&device), "exists");
+    expect_refusal(&scene, Path::new(&device), "exists");
     assert!(
         Command::new("losetup")
             .args(["--detach", &device])

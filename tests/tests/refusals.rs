@@ -3,11 +3,11 @@
 use std::{
     fs,
     io::{BufRead, BufReader},
-    path::PathBuf,
+    path::Path,
 };
 
 use dormouse_tests::{
-    BootSectorGuest, Dormouse, Lab, QemuBuild, Supervisor,
+    BootSectorGuest, Dormouse, Lab, QemuBuild, Scene,
     faults::{self, SmallVolume},
 };
 
@@ -17,72 +17,37 @@ const UNREACHABLE: i32 = 4;
 const NO_SPACE: i32 = 7;
 const IMAGE_INVALID: i32 = 8;
 
-/// A boot-sector guest on QEMU 10.0, and the program that runs it.
-struct Scene {
-    // Dropped in this order: the lab sweeps up last.
-    dormouse: Dormouse,
-    guest: BootSectorGuest,
-    lab: Lab,
-}
-
-impl Scene {
-    fn new() -> Self {
-        let lab = Lab::new();
-        Self {
-            dormouse: Dormouse::new(&lab),
-            guest: BootSectorGuest::new(&lab, QemuBuild::V10_0),
-            lab,
-        }
-    }
-
-    fn run(&self) -> Supervisor {
-        let supervisor = self.dormouse.run("guest", &self.guest);
-        self.guest.wait_for_ticks(5);
-        supervisor
-    }
-
-    /// The image of the guest, hibernated.
-    fn hibernated(&self) -> PathBuf {
-        let image = self.lab.path("guest.image");
-        let mut supervisor = self.run();
-        self.dormouse.hibernate("guest", &image).expect_success();
-        supervisor.wait_for_end();
-        self.lab.wait_for_no_qemu();
-        image
-    }
-
-    fn expect_refused_wake(&self, image: &std::path::Path, mode: &str) {
-        let ticks = self.guest.counters().len();
-        let outcome = self.dormouse.try_wake("guest", image, &["--mode", mode]);
-        outcome.expect_exit(IMAGE_INVALID);
-        self.lab.wait_for_no_qemu();
-        assert_eq!(self.guest.counters().len(), ticks, "the guest must not have run");
-    }
+fn expect_refused_wake(scene: &Scene, image: &Path, mode: &str) {
+    let ticks = scene.guest.counters().len();
+    let outcome = scene.dormouse.try_wake("guest", image, &["--mode", mode]);
+    outcome.expect_exit(IMAGE_INVALID);
+    scene.lab.wait_for_no_qemu();
+    assert_eq!(scene.guest.counters().len(), ticks, "the guest must not have run");
 }
 
 #[test]
 fn a_torn_image_is_refused() {
-    let scene = Scene::new();
+    let scene = Scene::new(QemuBuild::V10_0);
     let image = scene.hibernated();
     let length = fs::metadata(&image).unwrap().len();
     for cut in [1, length / 2 - 1, length / 2 - 5000] {
         faults::cut_off(&image, cut);
         let verified = scene.dormouse.image("verify", &image, &[]);
         verified.expect_exit(IMAGE_INVALID);
-        scene.expect_refused_wake(&image, "map");
-        scene.expect_refused_wake(&image, "eager");
+        expect_refused_wake(&scene, &image, "map");
+        expect_refused_wake(&scene, &image, "eager");
     }
 }
 
 #[test]
 fn a_flipped_bit_of_memory_is_found_before_the_guest_runs() {
-    let scene = Scene::new();
+    let scene = Scene::new(QemuBuild::V10_0);
     let image = scene.hibernated();
     let place = faults::find(&image, &BootSectorGuest::landmark());
     faults::flip(&image, place);
     let verified = scene.dormouse.image("verify", &image, &[]);
     verified.expect_exit(IMAGE_INVALID);
-    scene.expect_refused_wake(&image, "eager");
+    expect_refused_wake(&scene, &image, "eager");
 
     // The refusals left the image as it was: healed, it wakes.
     faults::flip(&image, place);
@@ -93,30 +58,30 @@ fn a_flipped_bit_of_memory_is_found_before_the_guest_runs() {
 
 #[test]
 fn a_flipped_bit_of_device_state_is_refused_by_every_wake() {
-    let scene = Scene::new();
+    let scene = Scene::new(QemuBuild::V10_0);
     let image = scene.hibernated();
     // The migration stream that holds the device state starts with this; the guest's memory does not hold it.
     let place = faults::find(&image, b"QEVM");
     faults::flip(&image, place + 100);
-    scene.expect_refused_wake(&image, "map");
-    scene.expect_refused_wake(&image, "eager");
+    expect_refused_wake(&scene, &image, "map");
+    expect_refused_wake(&scene, &image, "eager");
 }
 
 #[test]
 fn a_flipped_bit_of_the_manifest_is_refused_by_every_wake() {
-    let scene = Scene::new();
+    let scene = Scene::new(QemuBuild::V10_0);
     let image = scene.hibernated();
     let disk = scene.guest.disk().as_os_str().as_encoded_bytes();
     faults::flip(&image, faults::find(&image, disk));
-    scene.expect_refused_wake(&image, "map");
-    scene.expect_refused_wake(&image, "eager");
+    expect_refused_wake(&scene, &image, "map");
+    expect_refused_wake(&scene, &image, "eager");
     let inspected = scene.dormouse.image("inspect", &image, &["--json"]);
     inspected.expect_exit(IMAGE_INVALID);
 }
 
 #[test]
 fn an_image_wakes_once() {
-    let scene = Scene::new();
+    let scene = Scene::new(QemuBuild::V10_0);
     let image = scene.hibernated();
     let mut woken = scene
         .dormouse
@@ -124,13 +89,13 @@ fn an_image_wakes_once() {
     scene.guest.wait_for_more_ticks();
     woken.terminate();
     scene.lab.wait_for_no_qemu();
-    scene.expect_refused_wake(&image, "eager");
-    scene.expect_refused_wake(&image, "map");
+    expect_refused_wake(&scene, &image, "eager");
+    expect_refused_wake(&scene, &image, "map");
 }
 
 #[test]
 fn a_full_volume_leaves_the_guest_running_and_nothing_behind() {
-    let scene = Scene::new();
+    let scene = Scene::new(QemuBuild::V10_0);
     // The guest's memory holds 17 MiB that are not zero.
     let volume = SmallVolume::new(&scene.lab, 12);
     let _supervisor = scene.run();
@@ -153,7 +118,7 @@ fn an_unknown_name_is_unreachable() {
 
 #[test]
 fn an_existing_target_is_not_overwritten() {
-    let scene = Scene::new();
+    let scene = Scene::new(QemuBuild::V10_0);
     let image = scene.lab.path("guest.image");
     fs::write(&image, "somebody's").unwrap();
     let _supervisor = scene.run();
@@ -166,7 +131,7 @@ fn an_existing_target_is_not_overwritten() {
 
 #[test]
 fn a_qemu_that_is_killed_while_it_is_asked_is_a_failure() {
-    let scene = Scene::new();
+    let scene = Scene::new(QemuBuild::V10_0);
     let folder = scene.lab.path("images");
     fs::create_dir(&folder).unwrap();
     let mut supervisor = scene.run();
@@ -187,7 +152,7 @@ fn a_qemu_that_is_killed_while_it_is_asked_is_a_failure() {
 /// image was sealed before, or there is none.
 #[test]
 fn a_qemu_that_is_killed_mid_save_leaves_a_whole_image_or_none() {
-    let scene = Scene::new();
+    let scene = Scene::new(QemuBuild::V10_0);
     let folder = scene.lab.path("images");
     fs::create_dir(&folder).unwrap();
     let image = folder.join("guest.image");

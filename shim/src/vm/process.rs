@@ -1,10 +1,14 @@
-//! A QEMU process of our own and its monitor.
+//! QEMU's process: one of our own with its monitor, and the end of any.
 
+use std::io;
+use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::process::{ExitStatus, Stdio};
 use std::time::Duration;
 
 use dormouse_qmp::{Client, ConnectError, ConnectOptions, command};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use tokio::process::{Child, Command};
 use tokio::time::Instant;
 
@@ -129,5 +133,29 @@ impl QemuProcess {
             }
             tokio::time::sleep(POLL).await;
         }
+    }
+}
+
+/// The end of a process that need not be our child. Made while the process surely lives, so that a process id that is
+/// used again is not taken for it.
+#[derive(Debug)]
+pub struct ProcessEnd(io::Result<OwnedFd>);
+
+impl ProcessEnd {
+    /// Begins to watch the process.
+    pub fn of(pid: u32) -> Self {
+        let pid = i32::try_from(pid).ok().and_then(Pid::from_raw);
+        Self(match pid {
+            None => Err(io::ErrorKind::NotFound.into()),
+            Some(pid) => pidfd_open(pid, PidfdFlags::empty()).map_err(io::Error::from),
+        })
+    }
+
+    /// Waits; whether it ended within the limit.
+    pub fn wait(self, limit: Duration) -> io::Result<bool> {
+        let process = self.0?;
+        let limit = Timespec::try_from(limit).map_err(io::Error::other)?;
+        let mut watched = [PollFd::new(&process, PollFlags::IN)];
+        Ok(poll(&mut watched, Some(&limit))? > 0)
     }
 }

@@ -5,8 +5,6 @@
 //!  effect ──► perform ──► outcome ──► machine.step ──► next effect
 //! ```
 
-use std::io;
-use std::os::fd::OwnedFd;
 use std::pin::pin;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -19,8 +17,6 @@ use dormouse_storage::{
     ByteCount, CreateOptions, GuestMemory, ImageWriter, MemoryWritten, Progress, Recording, Run, SealedImage,
     WORKER_THREADS,
 };
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use tokio::io::AsyncReadExt;
 use tokio::net::UnixStream;
 use tokio::sync::{mpsc, oneshot, watch};
@@ -34,6 +30,7 @@ use crate::error::{Code, Failure, GuestState, sentence};
 use crate::machine::effect::{blocking, milliseconds, out_of_order};
 use crate::machine::interrupt::Interrupt;
 use crate::vm::monitor::{self, MigrationSettings, wait_for_migration_end, wait_for_run_state};
+use crate::vm::process::ProcessEnd;
 
 /// The name under which QEMU gets its end of the socket for the device state.
 const STREAM_FD: &str = "dormouse-device-state";
@@ -441,28 +438,6 @@ impl Work {
             timings_ms: self.timings_ms,
             pause_ms: self.pause_ms,
         })
-    }
-}
-
-/// The end of a process that need not be our child. Made while the process surely lives, so that a process id that is
-/// used again is not taken for it.
-struct ProcessEnd(io::Result<OwnedFd>);
-
-impl ProcessEnd {
-    fn of(pid: u32) -> Self {
-        let pid = i32::try_from(pid).ok().and_then(Pid::from_raw);
-        Self(match pid {
-            None => Err(io::ErrorKind::NotFound.into()),
-            Some(pid) => pidfd_open(pid, PidfdFlags::empty()).map_err(io::Error::from),
-        })
-    }
-
-    /// Whether it ended within the limit.
-    fn wait(self, limit: Duration) -> io::Result<bool> {
-        let process = self.0?;
-        let limit = Timespec::try_from(limit).map_err(io::Error::other)?;
-        let mut watched = [PollFd::new(&process, PollFlags::IN)];
-        Ok(poll(&mut watched, Some(&limit))? > 0)
     }
 }
 

@@ -46,6 +46,15 @@ pub struct ConnectOptions {
     pub event_capacity: usize,
 }
 
+impl ConnectOptions {
+    /// The same with another [`greeting_timeout`](Self::greeting_timeout).
+    #[must_use]
+    pub fn with_greeting_timeout(mut self, timeout: Duration) -> Self {
+        self.greeting_timeout = timeout;
+        self
+    }
+}
+
 /// A cloneable handle on one monitor connection.
 #[derive(Clone, Debug)]
 pub struct Client {

@@ -159,7 +159,9 @@ impl From<ImageError> for Failure {
             | ImageError::Corrupt { .. }
             | ImageError::Stream(_)
             | ImageError::WrongState { .. } => Code::ImageInvalid,
-            ImageError::Locked { .. } | ImageError::TargetExists { .. } => Code::Refused,
+            ImageError::Locked { .. } | ImageError::TargetExists { .. } | ImageError::HoldsGuest { .. } => {
+                Code::Refused
+            }
             ImageError::NoSpace { .. } => Code::NoSpace,
             ImageError::Cancelled => Code::Cancelled,
             ImageError::Io { .. } | ImageError::Memory(_) => Code::StorageIo,

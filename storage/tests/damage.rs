@@ -184,7 +184,9 @@ fn a_bad_chunk_never_reaches_a_guest() {
         Err(ImageError::Corrupt { .. })
     ));
     assert!(matches!(
-        image.small_pages(&["pc.ram"]),
+        image
+            .pages(&["pc.ram"])
+            .and_then(|pages| pages.collect::<Result<Vec<_>, _>>()),
         Err(ImageError::Corrupt { .. })
     ));
     let mut pages = image.pages(&["pc.bios"]).unwrap();

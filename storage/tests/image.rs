@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use dormouse_storage::{
     ByteCount, Image, ImageError, ImageState, MemoryFile, Mismatch, PageContent, Progress, Recording, Run,
-    try_write_precopy, write_precopy,
+    try_write_precopy,
 };
 use fixture::{Laboratory, MIB, PAGE, SMALL_BLOCKS, noise, read_all, small_page, working};
 
@@ -91,7 +91,7 @@ fn small_blocks_come_back_as_pages_that_load_beside_mapped_ram() {
     let image = laboratory.image();
     let state = image.device_state().unwrap();
     let mut stream = Vec::new();
-    write_precopy(&state, image.small_pages(&["pc.ram"]).unwrap(), &mut stream).unwrap();
+    try_write_precopy(&state, image.pages(&["pc.ram"]).unwrap(), &mut stream).unwrap();
 
     let loaded = Recording::parse(&stream).unwrap();
     assert_eq!(loaded.normalized(), state.normalized());
@@ -167,6 +167,7 @@ fn an_existing_target_is_kept_unless_it_may_be_replaced() {
     assert_eq!(Image::open(&laboratory.target()).unwrap().id(), first.id());
     assert_eq!(laboratory.names(), ["guest.dormouse"]);
 
+    use_up(&laboratory);
     let second = laboratory
         .written(true)
         .unwrap()
@@ -180,6 +181,7 @@ fn an_existing_target_is_kept_unless_it_may_be_replaced() {
 fn a_replacement_that_is_given_up_keeps_the_old_image() {
     let laboratory = Laboratory::new();
     let first = laboratory.image().id();
+    use_up(&laboratory);
     drop(laboratory.written(true).unwrap());
     assert_eq!(Image::open(&laboratory.target()).unwrap().id(), first);
     assert_eq!(laboratory.names(), ["guest.dormouse"]);
@@ -206,7 +208,45 @@ fn what_is_not_an_image_or_is_in_use_is_never_replaced() {
     let held = Image::open_locked(&laboratory.target()).unwrap();
     assert!(matches!(laboratory.create(true), Err(ImageError::Locked { .. })));
     drop(held);
+    use_up(&laboratory);
     assert!(laboratory.create(true).is_ok());
+}
+
+#[test]
+fn an_image_that_holds_a_guest_is_never_replaced() {
+    let laboratory = Laboratory::new();
+    drop(laboratory.sealed());
+    for state in [ImageState::Waking, ImageState::Sealed] {
+        let refused = laboratory.create(true);
+        assert!(
+            matches!(refused, Err(ImageError::HoldsGuest { .. })),
+            "{refused:?}"
+        );
+        Image::open_locked(&laboratory.target())
+            .unwrap()
+            .mark(state)
+            .unwrap();
+    }
+}
+
+#[test]
+fn what_a_killed_writer_left_is_swept_up_and_what_is_written_is_not() {
+    let laboratory = Laboratory::new();
+    let dead = ".guest.dormouse.partial-11111111-1111-1111-1111-111111111111";
+    fs::write(laboratory.folder.path().join(dead), "torn").unwrap();
+    let first = laboratory.written(false).unwrap();
+    assert_eq!(laboratory.names().len(), 1, "{:?}", laboratory.names());
+    let second = laboratory.written(false).unwrap();
+    assert_eq!(laboratory.names().len(), 2, "{:?}", laboratory.names());
+    drop((first, second));
+}
+
+/// A guest was woken from the image.
+fn use_up(laboratory: &Laboratory) {
+    let mut image = Image::open_locked(&laboratory.target()).expect("the image can be opened");
+    for state in [ImageState::Waking, ImageState::Consumed] {
+        image.mark(state).expect("the image can be marked");
+    }
 }
 
 #[test]
@@ -292,6 +332,7 @@ fn a_cancel_ends_writing_filling_and_verifying() {
         image.fill("pc.ram", &ram, &run),
         Err(ImageError::Cancelled)
     ));
+    use_up(&laboratory);
     let mut writer = laboratory.create(true).unwrap();
     assert!(matches!(
         writer.write_memory("pc.ram", &laboratory.memory(), &run),

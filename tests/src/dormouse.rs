@@ -225,6 +225,11 @@ impl Supervisor {
         self.wait_for_end();
     }
 
+    /// Asks it to end, and does not wait.
+    pub fn ask_to_end(&self) {
+        self.signal(Signal::TERM);
+    }
+
     fn signal(&self, signal: Signal) {
         let pid = i32::try_from(self.child.id()).ok().and_then(Pid::from_raw);
         kill_process(pid.expect("a process id"), signal).expect("our own child can be signalled");

@@ -69,6 +69,29 @@ fn must_run(command: &mut Command) {
     );
 }
 
+/// A volume that answers no write until this is dropped.
+pub struct Hanging<'a> {
+    volume: &'a SmallVolume,
+}
+
+impl<'a> Hanging<'a> {
+    /// Lets the volume hang.
+    pub fn volume(volume: &'a SmallVolume) -> Self {
+        must_run(Command::new("fsfreeze").arg("--freeze").arg(&volume.mount_point));
+        Self { volume }
+    }
+}
+
+impl Drop for Hanging<'_> {
+    fn drop(&mut self) {
+        must_run(
+            Command::new("fsfreeze")
+                .arg("--unfreeze")
+                .arg(&self.volume.mount_point),
+        );
+    }
+}
+
 /// The names in a folder, sorted.
 pub fn files_in(folder: &Path) -> Vec<String> {
     let mut names: Vec<String> = std::fs::read_dir(folder)

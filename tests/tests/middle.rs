@@ -4,11 +4,15 @@
 use std::{
     fs,
     io::{BufRead, BufReader},
-    path::PathBuf,
+    path::{Path, PathBuf},
     process::{Child, ChildStdout},
 };
 
-use dormouse_tests::{Guest, QemuBuild, Scene, Supervisor, faults};
+use dormouse_tests::{
+    Guest, QemuBuild, Scene, Supervisor,
+    faults::{self, Hanging, SmallVolume},
+    until,
+};
 use rustix::process::Pid;
 use serde_json::{Value, json};
 
@@ -24,14 +28,26 @@ struct Middle {
     scene: Scene,
 }
 
+/// The guest, counting, before it is saved.
+fn large_guest(build: QemuBuild) -> (Scene, Supervisor) {
+    let scene = Scene::with_ram(build, 1200);
+    let supervisor = scene.run();
+    faults::fill_memory(scene.lab.only_qemu(), 64, 1024);
+    fs::create_dir(scene.lab.path("images")).expect("a folder can be made");
+    (scene, supervisor)
+}
+
 impl Middle {
-    /// Returns when memory is being written.
+    /// Returns when the memory of a new guest is being written.
     fn met(build: QemuBuild) -> Self {
-        let scene = Scene::with_ram(build, 1200);
-        let supervisor = scene.run();
-        faults::fill_memory(scene.lab.only_qemu(), 64, 1024);
-        fs::create_dir(scene.lab.path("images")).expect("a folder can be made");
-        let mut hibernating = scene.dormouse.start_hibernating("guest", &image(&scene));
+        let (scene, supervisor) = large_guest(build);
+        let image = image(&scene);
+        Self::met_by(scene, supervisor, &image)
+    }
+
+    /// Returns when the guest's memory is being written to `image`.
+    fn met_by(scene: Scene, supervisor: Supervisor, image: &Path) -> Self {
+        let mut hibernating = scene.dormouse.start_hibernating("guest", image);
         let output = hibernating.stdout.take().expect("its output is ours");
         let mut lines = BufReader::new(output);
         let mut line = String::new();
@@ -169,4 +185,88 @@ fn a_client_that_is_killed_does_not_stop_the_save() {
         .dormouse
         .image("verify", &image(&scene), &[])
         .expect_success();
+}
+
+#[test]
+fn a_supervisor_that_is_asked_to_end_in_the_middle_finishes_the_save_first() {
+    let middle = Middle::met(QemuBuild::V10_0);
+    middle.supervisor.ask_to_end();
+    let (scene, mut supervisor, code, error) = middle.end();
+    assert_eq!(code, Some(0), "{error}");
+    assert!(supervisor.wait_for_end().success());
+    scene
+        .dormouse
+        .image("verify", &image(&scene), &[])
+        .expect_success();
+}
+
+#[test]
+fn a_paused_guest_is_given_back_paused_on_every_qemu() {
+    for build in [QemuBuild::V7_2, QemuBuild::V10_0, QemuBuild::V11_1] {
+        let (scene, supervisor) = large_guest(build);
+        scene.guest.monitor().stop();
+        let image = image(&scene);
+        let middle = Middle::met_by(scene, supervisor, &image);
+        faults::interrupt(middle.client());
+        let (scene, _supervisor, code, error) = middle.end();
+        assert_eq!(
+            (code, &error["guest"]),
+            (Some(CANCELLED), &json!("paused")),
+            "{error}"
+        );
+        let mut monitor = scene.guest.monitor();
+        assert_eq!(monitor.status(), "paused");
+        // Its disks are its own again: it goes on, and can be hibernated.
+        monitor.cont();
+        drop(monitor);
+        expect_guest_as_before(&scene);
+        scene.dormouse.hibernate("guest", &image).expect_success();
+    }
+}
+
+#[test]
+fn a_guest_is_given_back_while_its_volume_hangs() {
+    let (scene, supervisor) = large_guest(QemuBuild::V10_0);
+    let volume = SmallVolume::new(&scene.lab, 2048);
+    let middle = Middle::met_by(scene, supervisor, &volume.path("guest.image"));
+    let hanging = Hanging::volume(&volume);
+    faults::interrupt(middle.client());
+    middle.scene.guest.wait_for_more_ticks();
+    drop(hanging);
+    let (scene, _supervisor, code, error) = middle.end();
+    assert_eq!(
+        (code, &error["guest"]),
+        (Some(CANCELLED), &json!("running")),
+        "{error}"
+    );
+    until("the partial image to be gone", || {
+        volume.content().is_empty().then_some(())
+    });
+    expect_guest_as_before(&scene);
+    // The volume is in the lab's folder, which goes last.
+    drop(volume);
+}
+
+#[test]
+fn a_wake_that_is_given_up_leaves_its_image_as_it_was() {
+    let (scene, mut supervisor) = large_guest(QemuBuild::V10_0);
+    let image = image(&scene);
+    scene.dormouse.hibernate("guest", &image).expect_success();
+    supervisor.wait_for_end();
+    let ticks = scene.guest.counters().len();
+    let mut waking = scene.dormouse.wake("guest", &image, &["--mode", "eager"]);
+    // Locked as long as it is filled from.
+    until("the wake to begin", || {
+        scene.dormouse.state_dir().join("guest").exists().then_some(())
+    });
+    assert_eq!(waking.terminate().code(), Some(CANCELLED));
+    scene.lab.wait_for_no_qemu();
+    assert_eq!(scene.guest.counters().len(), ticks, "the guest must not have run");
+    let inspected = scene
+        .dormouse
+        .image("inspect", &image, &["--json"])
+        .expect_success();
+    assert_eq!(inspected.result()["state"], "sealed");
+    let _woken = scene.dormouse.wake("guest", &image, &[]);
+    scene.guest.wait_for_more_ticks();
 }

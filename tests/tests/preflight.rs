@@ -34,7 +34,51 @@ fn a_device_that_was_plugged_in_later_is_named() {
     let _supervisor = scene.run();
     let plug = json!({"driver": "virtio-rng-pci", "id": "later"});
     scene.guest.monitor().execute("device_add", plug);
-    expect_refusal(&scene, &scene.image(), "device later was plugged in");
+    expect_refusal(
+        &scene,
+        &scene.image(),
+        "device later (virtio-rng-pci) was plugged in",
+    );
+}
+
+#[test]
+fn a_disk_that_was_snapshotted_is_named() {
+    let scene = Scene::new(QemuBuild::V10_0);
+    let _supervisor = scene.run();
+    let overlay = scene.lab.path("overlay.qcow2");
+    let snapshot = json!({"device": "ide0-hd0", "snapshot-file": overlay, "format": "qcow2"});
+    scene.guest.monitor().execute("blockdev-snapshot-sync", snapshot);
+    expect_refusal(&scene, &scene.image(), "at the start and is now");
+}
+
+#[test]
+fn memory_that_belongs_to_a_file_is_named() {
+    let scene = Scene::new(QemuBuild::V10_0);
+    let file = scene.lab.path("nvdimm.img");
+    fs::File::create(&file).unwrap().set_len(64 << 20).unwrap();
+    let backend = format!(
+        "memory-backend-file,id=nv,size=64M,share=on,mem-path={}",
+        file.display()
+    );
+    let mut line = scene.guest.command_line();
+    line.extend(
+        [
+            "-machine",
+            "nvdimm=on",
+            "-m",
+            "64,slots=2,maxmem=1G",
+            "-object",
+            &backend,
+        ]
+        .map(OsString::from),
+    );
+    line.extend(["-device", "nvdimm,memdev=nv"].map(OsString::from));
+    scene
+        .dormouse
+        .try_run("guest", &["--detach"], &line)
+        .expect_success();
+    scene.guest.wait_for_ticks(5);
+    expect_refusal(&scene, &scene.image(), "memory device of type nvdimm");
 }
 
 #[test]
@@ -133,7 +177,7 @@ fn a_block_device_is_refused_as_a_target() {
         .unwrap();
     let device = String::from_utf8(output.stdout).unwrap().trim().to_owned();
     assert!(device.starts_with("/dev/loop"), "{device}");
-    expect_refusal(&scene, Path::new(&device), "exists");
+    expect_refusal(&scene, Path::new(&device), "is a block device");
     assert!(
         Command::new("losetup")
             .args(["--detach", &device])

@@ -103,8 +103,12 @@ async fn watch_operation(
     let mut documents = documents(&handle, id)?;
     if let Some(seen) = seen {
         let news = documents.wait_for(|operation| operation.version > seen);
-        // Without news within the limit, or ever again, the watcher gets what there is.
-        let _ = tokio::time::timeout(WATCH_LIMIT, news).await;
+        // Without news within the limit the watcher gets what there is.
+        let closed = matches!(tokio::time::timeout(WATCH_LIMIT, news).await, Ok(Err(_)));
+        let operation = documents.borrow();
+        if closed && operation.result.is_none() && operation.error.is_none() {
+            return Err(Failure::new(Code::Internal, "the operation ended without a word"));
+        }
     }
     let operation = documents.borrow().clone();
     if operation.result.is_some() || operation.error.is_some() {

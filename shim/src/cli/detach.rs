@@ -45,11 +45,8 @@ pub async fn detach(name: &str, state: &StateDir, report: &Report) -> Result<Exi
             Ok(ExitCode::SUCCESS)
         }
         Err(status) => {
-            report.remark(&format!(
-                "{} says:\n{}",
-                log_path.display(),
-                said_since(log, begin).trim_end()
-            ));
+            let said = said_since(log, begin);
+            report.relay(&said, &format!("{} says:", log_path.display()));
             Ok(super::exit_like(status))
         }
     }

@@ -13,6 +13,7 @@ use crate::api::client::Supervisor;
 use crate::api::types::{Hibernated, NewOperation, Operation};
 use crate::error::{Code, Failure};
 use crate::machine::hibernate::Request;
+use crate::machine::hibernate::machine::CancelAnswer;
 use crate::signals::Signals;
 use crate::supervisor::operation::Prepared;
 use crate::supervisor::state_dir::{StateDir, VmRecord};
@@ -29,7 +30,14 @@ pub async fn hibernate(
     let outcome = match (&arguments.name, &arguments.qmp) {
         (Some(name), _) => {
             let supervisor = Supervisor::of(state, name);
-            by_supervisor(&supervisor, NewOperation::Hibernate { to, replace }, &progress).await
+            by_supervisor(
+                &supervisor,
+                NewOperation::Hibernate { to, replace },
+                &progress,
+                report,
+            )
+            .await
+            .map_err(|failure| with_hint(failure, state, name))
         }
         (None, Some(socket)) => by_ourselves(socket, to, replace, &progress).await,
         (None, None) => Err(Failure::new(Code::Usage, "name a VM, or a monitor with --qmp")),
@@ -45,6 +53,7 @@ async fn by_supervisor(
     supervisor: &Supervisor,
     wish: NewOperation,
     progress: &Progress,
+    report: &Report,
 ) -> Result<Hibernated, Failure> {
     let mut signals = Signals::watch()?;
     let mut operation = supervisor.begin(&wish).await?;
@@ -61,12 +70,36 @@ async fn by_supervisor(
         }
         progress.tell(&operation);
         operation = tokio::select! {
-            news = supervisor.news(id, operation.version) => news?,
+            news = supervisor.news(id, operation.version) => news.map_err(|failure| {
+                failure.while_doing("the hibernation may have ended well, look at the image")
+            })?,
             _ = signals.next() => {
-                supervisor.cancel(id).await?;
-                supervisor.news(id, operation.version).await?
+                if supervisor.cancel(id).await? == CancelAnswer::TooLate {
+                    report.remark("too late to cancel: the image is being sealed");
+                }
+                continue;
             }
         };
+    }
+}
+
+/// A guest can outlive its supervisor; then it is reached in another way.
+fn with_hint(failure: Failure, state: &StateDir, name: &str) -> Failure {
+    let socket = state.monitor_socket(name);
+    let record = socket
+        .parent()
+        .and_then(VmRecord::read)
+        .filter(VmRecord::is_alive);
+    match (failure.code, record) {
+        (Code::Unreachable, Some(record)) => Failure {
+            message: format!(
+                "{failure}; its QEMU lives as process {}: reach it with --qmp {}",
+                record.pid,
+                socket.display()
+            ),
+            ..failure
+        },
+        _ => failure,
     }
 }
 
@@ -79,12 +112,14 @@ async fn by_ourselves(
 ) -> Result<Hibernated, Failure> {
     let mut signals = Signals::watch()?;
     let client = Client::connect(socket, ConnectOptions::default()).await?;
-    let (vm_name, command_line) = known_of(socket, client.peer_pid());
+    let (vm_name, record) = known_of(socket, client.peer_pid());
+    let (command_line, shape) = record.map(|record| (record.command_line, record.shape)).unzip();
     let request = Request {
         target,
         replace,
         vm_name,
         command_line,
+        shape: shape.flatten(),
     };
     let prepared = Prepared::new();
     let (mut documents, cancel) = (prepared.watch(), prepared.cancel());
@@ -103,20 +138,20 @@ async fn by_ourselves(
 }
 
 /// A guest whose supervisor died is known by the record that it left: what its process shows is not what the user gave.
-fn known_of(socket: &Path, pid: Option<u32>) -> (String, Option<Vec<String>>) {
+fn known_of(socket: &Path, pid: Option<u32>) -> (String, Option<VmRecord>) {
     let folder = socket
         .canonicalize()
         .ok()
         .and_then(|socket| socket.parent().map(Path::to_owned));
     match folder.and_then(|folder| Some((VmRecord::read(&folder)?, folder))) {
-        Some((record, folder)) if Some(record.pid) == pid => {
-            let name = folder
+        Some((record, folder)) if Some(record.pid) == pid => (
+            folder
                 .file_name()
                 .unwrap_or_default()
                 .to_string_lossy()
-                .into_owned();
-            (name, Some(record.command_line))
-        }
+                .into_owned(),
+            Some(record),
+        ),
         _ => ("vm".to_owned(), None),
     }
 }

@@ -73,7 +73,7 @@ struct Supervision {
     /// This is the process in the background
     #[arg(long, hide = true)]
     background: bool,
-    /// Folder on tmpfs or hugetlbfs for the guest's RAM [default: a tmpfs of its own on huge pages, else /dev/shm]
+    /// Folder on tmpfs for the guest's RAM [default: a tmpfs of its own on huge pages, else /dev/shm]
     #[arg(long, env = "DORMOUSE_RAM_DIR", value_name = "DIR")]
     ram_dir: Option<PathBuf>,
 }

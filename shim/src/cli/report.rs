@@ -59,6 +59,14 @@ impl Report {
         }
     }
 
+    /// What the same program said elsewhere: its error object to a program, all of it to a person.
+    pub fn relay(&self, said: &str, title: &str) {
+        match said.lines().rev().find(|line| line.starts_with("{\"error\"")) {
+            Some(line) if self.json => print_line(line),
+            _ => self.remark(&format!("{title}\n{}", said.trim_end())),
+        }
+    }
+
     /// A teller of an operation's progress.
     pub fn progress(&self) -> Progress {
         let bar = if self.json || !stderr().is_terminal() {

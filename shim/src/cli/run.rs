@@ -1,6 +1,7 @@
 //! `dormouse run`: starts QEMU with RAM that can be saved at full speed, and supervises it.
 
 use std::env;
+use std::path::Path;
 use std::process::ExitCode;
 
 use dormouse_storage::ByteCount;
@@ -9,64 +10,75 @@ use super::report::Report;
 use super::{RunArguments, detach, exit_like};
 use crate::api::types::Ram;
 use crate::error::{Code, Failure};
-use crate::supervisor::state_dir::StateDir;
+use crate::signals::Signals;
+use crate::supervisor::state_dir::{StateDir, VmDirectory, checked_name};
 use crate::supervisor::{Supervised, supervise};
 use crate::vm::binary::{self, Binary};
 use crate::vm::command_line::{CommandLine, CommandLineError, MemoryBackend, Placement};
-use crate::vm::process::QemuProcess;
+use crate::vm::process::{QemuProcess, StartingQemu};
 use crate::vm::ram_home::RamHome;
 
 pub async fn run(arguments: RunArguments, state: &StateDir, report: &Report) -> Result<ExitCode, Failure> {
+    let name = checked_name(&arguments.name)?;
     if arguments.supervision.detach {
-        return detach::detach(&arguments.name, state, report).await;
+        return detach::detach(&name, state, report).await;
     }
     detach::settle_in_background(&arguments.supervision)?;
     let command_line = with_absolute_program(arguments.qemu)?;
     let line = CommandLine::parse(&command_line).map_err(usage)?;
     line.check_supervisable().map_err(usage)?;
     let ram_dir = arguments.supervision.ram_dir.as_deref();
-    let directory = state.claim(&arguments.name, ram_dir).await?;
-    let binary = Binary::ask(line.program(), directory.path()).await?;
-    let main_ram = if line.names_main_memory() {
-        String::new()
-    } else {
-        binary.main_ram_name(&line)?
+    let mut signals = Signals::watch()?;
+    let directory = state.claim(&name, ram_dir).await?;
+    let (qemu, ram) = tokio::select! {
+        up = bring_up(&line, &command_line, &directory, ram_dir) => up?,
+        // What was started for this goes with it.
+        _ = signals.next() => return Err(Failure::new(Code::Cancelled, "ended by a signal before the guest was up")),
     };
-    let size = movable_size(&line)?;
-    let ram_home = if size.0 > 0 {
-        Some(RamHome::prepare(directory.path(), ram_dir, size)?)
-    } else {
-        None
-    };
-    let socket = directory.path().join("qmp.sock");
-    let qemu = start(&line, &main_ram, ram_home.as_ref(), &socket).await?;
-    // QEMU has opened its RAM: the names are not needed any more.
-    let ram = ram_home.map_or(Ram::AsGiven, |home| Ram::Shared { pages: home.pages() });
     let supervised = Supervised {
         directory,
         qemu,
         ram,
         image: None,
+        remove_image: false,
         woken: None,
         command_line,
     };
-    Ok(exit_like(supervise(supervised).await?))
+    Ok(exit_like(supervise(supervised, signals).await?))
 }
 
-async fn start(
+async fn bring_up(
     line: &CommandLine,
-    main_ram: &str,
-    home: Option<&RamHome>,
-    socket: &std::path::Path,
-) -> Result<QemuProcess, Failure> {
-    let place = |backend: &MemoryBackend| match home {
+    command_line: &[String],
+    directory: &VmDirectory,
+    ram_dir: Option<&Path>,
+) -> Result<(QemuProcess, Ram), Failure> {
+    let binary = Binary::ask(line.program(), directory.path()).await?;
+    let main_ram = if line.names_main_memory() {
+        String::new()
+    } else {
+        binary.main_ram_name(line)?
+    };
+    let size = movable_size(line)?;
+    let home = if size.0 > 0 {
+        Some(RamHome::prepare(directory.path(), ram_dir, size)?)
+    } else {
+        None
+    };
+    let place = |backend: &MemoryBackend| match &home {
         Some(home) if is_movable(backend) => Placement::SharedFile(home.file(&backend.id)),
         _ => Placement::AsGiven,
     };
-    let line = line.with_memory(main_ram, place).map_err(usage)?;
-    let directory = env::current_dir()
+    let line = line.with_memory(&main_ram, place).map_err(usage)?;
+    let working_directory = env::current_dir()
         .map_err(|error| Failure::new(Code::Usage, format!("cannot find the working directory: {error}")))?;
-    QemuProcess::start(&line, &directory, socket).await
+    let starting = StartingQemu::spawn(&line, &working_directory, &directory.path().join("qmp.sock"))?;
+    // From its first instant on there is a record of it, or a guard that ends it.
+    directory.record(starting.pid().unwrap_or_default(), command_line, None)?;
+    let qemu = starting.ready().await?;
+    // QEMU has opened its RAM: the names are not needed any more.
+    let ram = home.map_or(Ram::AsGiven, |home| Ram::Shared { pages: home.pages() });
+    Ok((qemu, ram))
 }
 
 /// A file that the user chose stays the guest's RAM; what is nowhere in particular is put where it can be saved from.

@@ -3,6 +3,7 @@
 use std::process::ExitCode;
 
 use dormouse_storage::Image;
+use rustix::process::{getpid, kill_process};
 use tokio::sync::{mpsc, watch};
 
 use super::report::Report;
@@ -13,7 +14,7 @@ use crate::machine::wake::machine::Phase;
 use crate::machine::wake::runner::{Surroundings, Woken, wake as wake_guest};
 use crate::machine::wake::{Mode, Request};
 use crate::signals::Signals;
-use crate::supervisor::state_dir::StateDir;
+use crate::supervisor::state_dir::{StateDir, checked_name};
 use crate::supervisor::{Supervised, supervise};
 
 pub async fn wake(arguments: WakeArguments, state: &StateDir, report: &Report) -> Result<ExitCode, Failure> {
@@ -21,27 +22,29 @@ pub async fn wake(arguments: WakeArguments, state: &StateDir, report: &Report) -
         Some(name) => name,
         None => Image::open(&arguments.image)?.manifest().vm_name.clone(),
     };
+    // The name in an image is somebody's word.
+    let name = checked_name(&name)?;
     if arguments.supervision.detach {
         return detach::detach(&name, state, report).await;
     }
     detach::settle_in_background(&arguments.supervision)?;
-    let directory = state
-        .claim(&name, arguments.supervision.ram_dir.as_deref())
-        .await?;
+    let mut signals = Signals::watch()?;
+    let ram_dir = arguments.supervision.ram_dir.as_deref();
+    let directory = state.claim(&name, ram_dir).await?;
     let request = Request {
         image: arguments.image,
         mode: arguments.mode,
         paused: arguments.paused,
-        keep_image: arguments.keep_image,
         verify: arguments.verify,
         changes: arguments.changes,
     };
     let surroundings = Surroundings {
-        vm_directory: directory.path().to_owned(),
-        monitor_socket: state.monitor_socket(&name),
-        ram_directory: arguments.supervision.ram_dir,
+        vm_directory: directory.path(),
+        monitor_socket: &state.monitor_socket(&name),
+        ram_directory: ram_dir,
+        started: &|pid, command_line| directory.record(pid, command_line, None),
     };
-    let woken = match wake_until_signal(request, surroundings).await {
+    let woken = match wake_unless_signalled(request, surroundings, &mut signals).await {
         Ok(woken) => woken,
         Err(failure) => {
             // What may have become of a guest of uncertain state is for a person to find: all traces stay.
@@ -51,51 +54,64 @@ pub async fn wake(arguments: WakeArguments, state: &StateDir, report: &Report) -
             return Err(failure);
         }
     };
-    let Woken {
-        qemu,
-        pages,
-        image,
-        report: done,
-        command_line,
-    } = woken;
-    let document = WokenDocument::from(done);
+    let document = WokenDocument::from(woken.report);
     report.remark(&format!(
         "{name} is awake: {:.0} ms from QEMU's start to running ({:?})",
         document.start_to_running_ms, document.mode
     ));
-    let ram = match (document.mode, pages) {
+    let ram = match (document.mode, woken.pages) {
         (Mode::Eager, Some(pages)) => Ram::Shared { pages },
         (Mode::Eager, None) => Ram::AsGiven,
         (Mode::Map, _) => Ram::MappedFromImage,
     };
-    // A guest that was filled from its image needs it no longer.
-    let image = (document.mode == Mode::Map).then_some(image);
+    let image = after_wake(woken.image, document.mode, arguments.keep_image);
     let supervised = Supervised {
         directory,
-        qemu,
+        qemu: woken.qemu,
         ram,
         image,
+        remove_image: !arguments.keep_image,
         woken: Some(document),
-        command_line,
+        command_line: woken.command_line,
     };
-    Ok(exit_like(supervise(supervised).await?))
+    Ok(exit_like(supervise(supervised, signals).await?))
 }
 
-/// Until the guest runs, a signal means that it is not wanted after all.
-async fn wake_until_signal(request: Request, surroundings: Surroundings) -> Result<Woken, Failure> {
-    let mut signals = Signals::watch()?;
-    let (cancel, cancels) = mpsc::channel(1);
-    let mut waking = std::pin::pin!(wake_guest(
-        request,
-        surroundings,
-        watch::Sender::new(Phase::Opening),
-        cancels
-    ));
-    loop {
-        tokio::select! {
-            outcome = &mut waking => return outcome,
-            // One that waits already is enough.
-            _ = signals.next() => drop(cancel.try_send(())),
-        }
+/// A mapped image is the guest's memory and stays, locked, as long as the guest. A guest that was filled from its image
+/// needs it no longer.
+fn after_wake(image: Image, mode: Mode, keep: bool) -> Option<Image> {
+    if mode == Mode::Map {
+        return Some(image);
     }
+    if !keep && let Err(error) = std::fs::remove_file(image.path()) {
+        tracing::warn!(%error, image = %image.path().display(), "cannot remove the image, which is used up");
+    }
+    None
+}
+
+/// Until the guest may run, a signal means that it is not wanted after all.
+async fn wake_unless_signalled(
+    request: Request,
+    surroundings: Surroundings<'_>,
+    signals: &mut Signals,
+) -> Result<Woken, Failure> {
+    let (cancel, cancels) = mpsc::channel(1);
+    let told = watch::Sender::new(Phase::Opening);
+    let mut waking = std::pin::pin!(wake_guest(request, surroundings, told, cancels));
+    let mut signalled = None;
+    let woken = loop {
+        tokio::select! {
+            woken = &mut waking => break woken?,
+            signal = signals.next() => {
+                signalled = Some(signal);
+                // One that waits already is enough.
+                let _ = cancel.try_send(());
+            }
+        }
+    };
+    if let Some(signal) = signalled {
+        // It came too late for a cancel, so it is for the guest: the supervisor hears it again.
+        let _ = kill_process(getpid(), signal);
+    }
+    Ok(woken)
 }

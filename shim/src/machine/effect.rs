@@ -2,13 +2,20 @@
 
 use std::time::Duration;
 
+use tokio::task::JoinHandle;
+
 use crate::error::{Code, Failure};
 
 /// Runs blocking work on a thread of its own.
 pub async fn blocking<T: Send + 'static>(
     work: impl FnOnce() -> Result<T, Failure> + Send + 'static,
 ) -> Result<T, Failure> {
-    tokio::task::spawn_blocking(work).await.unwrap_or_else(|error| {
+    joined(&mut tokio::task::spawn_blocking(work)).await
+}
+
+/// Waits for work on a thread of its own.
+pub async fn joined<T>(task: &mut JoinHandle<Result<T, Failure>>) -> Result<T, Failure> {
+    task.await.unwrap_or_else(|error| {
         Err(Failure::new(
             Code::Internal,
             format!("a worker ended in panic: {error}"),

@@ -11,7 +11,9 @@
 //!
 //! What it guarantees:
 //!
-//! - If it dies QEMU lives on: nothing of QEMU hangs on the supervisor's life.
+//! - If it dies QEMU lives on. (A terminal that they share ends both, as it would end QEMU alone.)
+//! - A signal during an operation waits for its end: a guest on its way into an image is not killed on the way. A second
+//!   signal cancels the operation.
 //! - It ends only after QEMU has ended and the operation under way has said how it ended.
 
 pub mod operation;
@@ -23,7 +25,7 @@ use std::time::Duration;
 
 use dormouse_qmp::Client;
 use dormouse_storage::Image;
-use rustix::process::{Pid, kill_process};
+use rustix::process::{Pid, Signal, kill_process};
 use tokio::sync::{mpsc, oneshot, watch};
 use uuid::Uuid;
 
@@ -34,7 +36,9 @@ use crate::machine::hibernate;
 use crate::machine::hibernate::machine::CancelAnswer;
 use crate::machine::hibernate::runner::Cancel;
 use crate::signals::Signals;
+use crate::vm::memory::working_directory;
 use crate::vm::process::QemuProcess;
+use crate::vm::shape::Shape;
 use operation::Prepared;
 use state_dir::VmDirectory;
 
@@ -55,6 +59,8 @@ pub struct Supervised {
     pub ram: Ram,
     /// The image that it was woken from, locked as long as it is in use.
     pub image: Option<Image>,
+    /// Whether that image is removed at the end.
+    pub remove_image: bool,
     /// How it was woken, for status.
     pub woken: Option<Woken>,
     /// QEMU's command line as the user gave it.
@@ -91,25 +97,76 @@ pub struct Handle {
     pub read: watch::Sender<Option<Uuid>>,
 }
 
-/// Supervises until QEMU has ended; returns its status.
-pub async fn supervise(mut supervised: Supervised) -> Result<ExitStatus, Failure> {
-    let pid = supervised
-        .qemu
-        .pid()
-        .ok_or_else(|| Failure::new(Code::Internal, "QEMU ended before it was supervised"))?;
-    let internal =
-        |what: &str, error: std::io::Error| Failure::new(Code::Internal, format!("{what}: {error}"));
-    supervised
-        .directory
-        .record(pid, &supervised.command_line)
-        .map_err(|error| internal("cannot write the VM's record", error))?;
-    let mut signals = Signals::watch()?;
+/// Supervises until QEMU has ended; returns its status. `signals` has to be watched since before QEMU's start.
+pub async fn supervise(mut supervised: Supervised, mut signals: Signals) -> Result<ExitStatus, Failure> {
     let (requests, mut requested) = mpsc::channel(REQUEST_QUEUE);
     let (current, operation) = watch::channel(None);
+    let (handle, api, shape) = match settle(&supervised, requests, operation).await {
+        Ok(settled) => settled,
+        Err(failure) => {
+            supervised.directory.keep();
+            let pid = supervised.qemu.pid().unwrap_or_default();
+            return Err(Failure {
+                code: Code::Operator,
+                ..failure.while_doing(&format!("QEMU runs as process {pid}, without a supervisor"))
+            });
+        }
+    };
+    let mut desk = Desk {
+        current,
+        running: None,
+        shape,
+        waiting: None,
+    };
+    let status = loop {
+        tokio::select! {
+            status = supervised.qemu.wait() => break status?,
+            signal = signals.next() => desk.signalled(signal, &supervised),
+            Some(request) = requested.recv() => desk.answer(request, &supervised),
+            () = desk.operation_ended() => {
+                if let Some(signal) = desk.waiting.take() {
+                    pass_on(signal, &supervised);
+                }
+            }
+        }
+    };
+    desk.wait_for_end(&handle).await;
+    api.stop().await;
+    let remove_image = supervised.remove_image;
+    drop(supervised.directory);
+    if let Some(image) = supervised.image.filter(|_| remove_image) {
+        // Only now nobody maps it any more.
+        if let Err(error) = std::fs::remove_file(image.path()) {
+            tracing::warn!(%error, image = %image.path().display(), "cannot remove the image that the guest was woken from");
+        }
+    }
+    Ok(status)
+}
+
+/// Notes what the machine is made of, and opens the API.
+async fn settle(
+    supervised: &Supervised,
+    requests: mpsc::Sender<Request>,
+    operation: watch::Receiver<Option<watch::Receiver<Operation>>>,
+) -> Result<(Handle, routes::Server, Option<Shape>), Failure> {
+    let pid = supervised.qemu.pid().unwrap_or_default();
+    let client = supervised.qemu.client().clone();
+    let directory = working_directory(pid).unwrap_or_else(|| PathBuf::from("/"));
+    let shape = match Shape::of(&client, &directory).await {
+        Ok(shape) => Some(shape),
+        Err(failure) => {
+            // Most likely QEMU has just ended, which its status will tell.
+            tracing::warn!(%failure, "cannot see what the machine is made of");
+            None
+        }
+    };
+    supervised
+        .directory
+        .record(pid, &supervised.command_line, shape.as_ref())?;
     let handle = Handle {
         name: supervised.directory.name().to_owned(),
         pid,
-        client: supervised.qemu.client().clone(),
+        client,
         ram: supervised.ram.clone(),
         woken: supervised.woken.clone(),
         requests,
@@ -117,38 +174,31 @@ pub async fn supervise(mut supervised: Supervised) -> Result<ExitStatus, Failure
         read: watch::Sender::new(None),
     };
     let api = routes::Server::start(&supervised.directory.path().join("api.sock"), handle.clone())
-        .map_err(|error| internal("cannot serve the VM's API", error))?;
+        .map_err(|error| Failure::new(Code::Internal, format!("cannot serve the VM's API: {error}")))?;
+    Ok((handle, api, shape))
+}
 
-    let mut desk = Desk {
-        current,
-        running: None,
-    };
-    let status = loop {
-        tokio::select! {
-            status = supervised.qemu.wait() => break status?,
-            signal = signals.next() => {
-                tracing::info!(?signal, "passing a signal on to QEMU");
-                if let Some(qemu) = i32::try_from(pid).ok().and_then(Pid::from_raw) {
-                    // QEMU may just have ended; then the next turn of this loop says so.
-                    let _ = kill_process(qemu, signal);
-                }
-            }
-            Some(request) = requested.recv() => desk.answer(request, &supervised),
-            () = desk.operation_ended() => {}
-        }
-    };
-    desk.wait_for_end(&handle).await;
-    api.stop().await;
-    drop(supervised.directory);
-    // Only now nobody maps it any more.
-    drop(supervised.image);
-    Ok(status)
+fn pass_on(signal: Signal, supervised: &Supervised) {
+    tracing::info!(?signal, "passing a signal on to QEMU");
+    let pid = supervised
+        .qemu
+        .pid()
+        .and_then(|pid| i32::try_from(pid).ok())
+        .and_then(Pid::from_raw);
+    if let Some(qemu) = pid {
+        // QEMU may just have ended; then the next look says so.
+        let _ = kill_process(qemu, signal);
+    }
 }
 
 /// Where operations are begun and cancelled: one at a time.
 struct Desk {
     current: watch::Sender<Option<watch::Receiver<Operation>>>,
     running: Option<Running>,
+    /// What the machine was made of at the start.
+    shape: Option<Shape>,
+    /// A signal for QEMU that waits for the operation's end.
+    waiting: Option<Signal>,
 }
 
 struct Running {
@@ -157,6 +207,24 @@ struct Running {
 }
 
 impl Desk {
+    fn signalled(&mut self, signal: Signal, supervised: &Supervised) {
+        match &self.running {
+            None => pass_on(signal, supervised),
+            Some(_) if self.waiting.is_none() => {
+                tracing::warn!(
+                    ?signal,
+                    "an operation is under way; the signal waits for its end, a second one cancels it"
+                );
+                self.waiting = Some(signal);
+            }
+            Some(running) => {
+                let (tell, _) = oneshot::channel();
+                // A full queue holds cancels already.
+                let _ = running.cancel.try_send(tell);
+            }
+        }
+    }
+
     fn answer(&mut self, request: Request, supervised: &Supervised) {
         match request {
             // Whoever asked may be gone by now; the operation goes on, as it would after an answer.
@@ -175,6 +243,7 @@ impl Desk {
             replace,
             vm_name: supervised.directory.name().to_owned(),
             command_line: Some(supervised.command_line.clone()),
+            shape: self.shape.clone(),
         };
         let prepared = Prepared::new();
         let (documents, cancel) = (prepared.watch(), prepared.cancel());

@@ -23,7 +23,9 @@ use tokio::net::UnixStream;
 use tokio::time::Instant;
 
 use crate::error::{Code, Failure, GuestState};
+use crate::vm::file_identity::FileIdentity;
 use crate::vm::ram_home::RamHome;
+use crate::vm::shape::Shape;
 
 /// How long a supervisor may take from the end of its API to the end of its process: it frees the guest's RAM then.
 const ENDING_LIMIT: Duration = Duration::from_secs(10);
@@ -54,6 +56,8 @@ pub struct VmRecord {
     pub process_start_ticks: u64,
     /// QEMU's command line as the user gave it.
     pub command_line: Vec<String>,
+    /// What the machine was made of when it was up.
+    pub shape: Option<Shape>,
 }
 
 impl StateDir {
@@ -105,24 +109,30 @@ impl StateDir {
         Ok(names)
     }
 
-    /// Makes the directory itself.
+    /// Makes the directory itself. One that belongs to another user is not taken: its owner could replace what is in it.
     pub fn make(&self) -> Result<(), Failure> {
+        let at = |why: &dyn std::fmt::Display| {
+            Failure::new(
+                Code::Usage,
+                format!("cannot use the state directory {}: {why}", self.0.display()),
+            )
+        };
         fs::DirBuilder::new()
             .recursive(true)
             .mode(0o700)
             .create(&self.0)
-            .map_err(|error| {
-                Failure::new(
-                    Code::Usage,
-                    format!("cannot make the state directory {}: {error}", self.0.display()),
-                )
-            })
+            .map_err(|error| at(&error))?;
+        let owner = fs::metadata(&self.0).map_err(|error| at(&error))?.uid();
+        if owner == rustix::process::geteuid().as_raw() {
+            Ok(())
+        } else {
+            Err(at(&format!("it belongs to user {owner}")))
+        }
     }
 
     /// Takes the folder of `name` for this process and clears what a dead supervisor left in it. Refused while another
     /// supervisor lives, or a QEMU of an earlier one.
     pub async fn claim(&self, name: &str, ram_directory: Option<&Path>) -> Result<VmDirectory, Failure> {
-        check_name(name)?;
         self.make()?;
         let path = self.0.join(name);
         let at =
@@ -146,7 +156,7 @@ impl StateDir {
             };
             self.lock(name, &lock).await?;
             // An ending supervisor takes its folder away before it lets go of the lock.
-            if leads_to(&lock_path, &lock) {
+            if FileIdentity::at(&lock_path) == FileIdentity::of_open(&lock) {
                 break lock;
             }
         };
@@ -204,16 +214,26 @@ impl VmDirectory {
     }
 
     /// Remembers the QEMU that was started.
-    pub fn record(&self, pid: u32, command_line: &[String]) -> io::Result<()> {
-        let process_start_ticks = process_start_ticks(pid).unwrap_or_default();
+    pub fn record(&self, pid: u32, command_line: &[String], shape: Option<&Shape>) -> Result<(), Failure> {
         let record = VmRecord {
             pid,
-            process_start_ticks,
+            process_start_ticks: process_start_ticks(pid).unwrap_or_default(),
             command_line: command_line.to_vec(),
+            shape: shape.cloned(),
         };
-        let mut file = tempfile_in(&self.path)?;
-        file.1.write_all(&serde_json::to_vec(&record)?)?;
-        fs::rename(file.0, self.path.join("vm.json"))
+        let write = || {
+            let new = self.path.join("vm.json.new");
+            let mut file = File::options()
+                .create(true)
+                .truncate(true)
+                .write(true)
+                .mode(0o600)
+                .open(&new)?;
+            file.write_all(&serde_json::to_vec(&record)?)?;
+            fs::rename(new, self.path.join("vm.json"))
+        };
+        write()
+            .map_err(|error| Failure::new(Code::StorageIo, format!("cannot write the VM's record: {error}")))
     }
 
     /// Leaves the folder for a person to look at.
@@ -245,7 +265,8 @@ impl VmRecord {
         serde_json::from_slice(&fs::read(directory.join("vm.json")).ok()?).ok()
     }
 
-    fn is_alive(&self) -> bool {
+    /// Whether that process is there still.
+    pub fn is_alive(&self) -> bool {
         process_start_ticks(self.pid) == Some(self.process_start_ticks)
     }
 }
@@ -261,25 +282,6 @@ fn process_start_ticks(pid: u32) -> Option<u64> {
     fields.get(19)?.parse().ok()
 }
 
-/// Whether `path` is the name of the file that is open.
-fn leads_to(path: &Path, file: &File) -> bool {
-    match (fs::metadata(path), file.metadata()) {
-        (Ok(there), Ok(open)) => (there.dev(), there.ino()) == (open.dev(), open.ino()),
-        _ => false,
-    }
-}
-
-fn tempfile_in(directory: &Path) -> io::Result<(PathBuf, File)> {
-    let path = directory.join("vm.json.new");
-    let file = File::options()
-        .create(true)
-        .truncate(true)
-        .write(true)
-        .mode(0o600)
-        .open(&path)?;
-    Ok((path, file))
-}
-
 fn default_runtime_directory() -> PathBuf {
     if rustix::process::geteuid().is_root() {
         return PathBuf::from("/run");
@@ -287,8 +289,8 @@ fn default_runtime_directory() -> PathBuf {
     env::temp_dir().join(format!("dormouse-{}", rustix::process::geteuid().as_raw()))
 }
 
-/// A name becomes a folder, a part of a socket's path and a word in logs.
-fn check_name(name: &str) -> Result<(), Failure> {
+/// Checks a VM's name: it becomes a folder, a part of a socket's path and a word in logs.
+pub fn checked_name(name: &str) -> Result<String, Failure> {
     let fine = !name.is_empty()
         && name.len() <= 63
         && !name.starts_with(['.', '-'])
@@ -296,7 +298,7 @@ fn check_name(name: &str) -> Result<(), Failure> {
             .chars()
             .all(|c| c.is_ascii_alphanumeric() || "._-".contains(c));
     if fine {
-        return Ok(());
+        return Ok(name.to_owned());
     }
     Err(Failure::new(
         Code::Usage,
@@ -330,7 +332,8 @@ mod tests {
     async fn a_vm_whose_qemu_outlived_its_supervisor_is_not_taken_for_dead() {
         let (_guard, state) = state_dir();
         let held = state.claim("a", None).await.unwrap();
-        held.record(std::process::id(), &["qemu".to_owned()]).unwrap();
+        held.record(std::process::id(), &["qemu".to_owned()], None)
+            .unwrap();
         held.keep();
         let error = state.claim("a", None).await.unwrap_err();
         assert!(error.message.contains("still runs"), "{error}");
@@ -340,23 +343,19 @@ mod tests {
     async fn a_process_id_that_was_used_again_is_another_process() {
         let (_guard, state) = state_dir();
         let held = state.claim("a", None).await.unwrap();
-        held.record(std::process::id(), &[]).unwrap();
+        held.record(std::process::id(), &[], None).unwrap();
         let mut record = VmRecord::read(held.path()).unwrap();
         assert!(record.is_alive());
         record.process_start_ticks += 1;
         assert!(!record.is_alive());
     }
 
-    #[tokio::test(start_paused = true)]
-    async fn names_cannot_leave_the_state_directory() {
-        let (_guard, state) = state_dir();
+    #[test]
+    fn names_cannot_leave_the_state_directory() {
         for name in ["", "..", "../a", "a/b", "-a", ".a", "a b", &"a".repeat(64)] {
-            assert_eq!(
-                state.claim(name, None).await.unwrap_err().code,
-                Code::Usage,
-                "{name:?}"
-            );
+            assert_eq!(checked_name(name).unwrap_err().code, Code::Usage, "{name:?}");
         }
+        assert_eq!(checked_name("web-1.example_a").unwrap(), "web-1.example_a");
     }
 
     #[tokio::test]

@@ -11,7 +11,7 @@ use dormouse_qmp::{Client, CommandError, command};
 use dormouse_storage::image::manifest::{BinaryFingerprint, Qemu};
 
 use super::command_line::CommandLine;
-use super::process::QemuProcess;
+use super::process::StartingQemu;
 use crate::error::{Code, Failure};
 
 /// A binary that has been asked.
@@ -30,7 +30,7 @@ impl Binary {
         let arguments = [program, "-machine", "none", "-nodefaults", "-display", "none"].map(str::to_owned);
         let line = CommandLine::parse(&arguments)
             .map_err(|error| Failure::new(Code::Internal, error.to_string()))?;
-        let mut qemu = QemuProcess::start_quietly(&line, &socket).await?;
+        let mut qemu = StartingQemu::spawn_quietly(&line, &socket)?.ready().await?;
         let client = qemu.client().clone();
         let machines: Vec<MachineInfo> = client
             .query(&command::query_machines { compat_props: None })
@@ -45,7 +45,9 @@ impl Binary {
             memory_backend_offset: abilities.offset,
             memory_backend_rom: abilities.rom,
         };
-        qemu.quit().await?;
+        qemu.kill().await?;
+        // A QEMU that is killed leaves its socket.
+        let _ = fs::remove_file(&socket);
         Ok(Self {
             qemu: record,
             machines,

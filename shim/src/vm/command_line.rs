@@ -48,6 +48,11 @@ const FLAGS: &[&str] = &[
     "enable-fips",
     "curses",
     "portrait",
+    "audio-help",
+    "async-teardown",
+    "enable-sync-profile",
+    "perfmap",
+    "jitdump",
 ];
 
 /// A command line, split into its options.
@@ -200,6 +205,40 @@ impl CommandLine {
         self.has("snapshot") || self.values("drive").any(|drive| drive.is_on("snapshot"))
     }
 
+    /// The ids of all devices that the line makes and names.
+    pub fn device_ids(&self) -> Vec<String> {
+        self.values("device")
+            .filter_map(|device| device.value("id").map(str::to_owned))
+            .collect()
+    }
+
+    /// The first option that uses a file descriptor which whoever started QEMU had opened for it.
+    pub fn inherited_descriptor(&self) -> Option<&str> {
+        let keys = ["fd", "fds", "vhostfd", "vhostfds"];
+        self.items
+            .iter()
+            .find(|item| {
+                item.name == "add-fd"
+                    || ["netdev", "chardev", "device", "object", "net"].contains(&item.name.as_str())
+                        && item
+                            .tokens
+                            .get(1)
+                            .and_then(|text| Options::parse(text))
+                            .is_some_and(|options| keys.iter().any(|key| options.value(key).is_some()))
+            })
+            .map(|item| item.tokens.last().map_or(item.name.as_str(), String::as_str))
+    }
+
+    /// Whether memory has to stay shared with others (a vhost-user backend, a virtiofs daemon): the user's own backends
+    /// say so, or are of the kind that is shared unless told otherwise.
+    pub fn shares_memory(&self) -> bool {
+        let mut objects = self.items.iter().filter_map(Item::memory_backend_options);
+        objects.any(|options| match options.value("share") {
+            Some(_) => options.is_on("share"),
+            None => options.leading("qom-type") == Some("memory-backend-memfd"),
+        })
+    }
+
     /// The CPU model and features, as given.
     pub fn cpu(&self) -> Option<&str> {
         self.items
@@ -321,7 +360,9 @@ impl CommandLine {
     pub fn with_changes(mut self, changes: &[String]) -> Result<Self, CommandLineError> {
         let mut arguments = vec![self.program.clone()];
         arguments.extend_from_slice(changes);
-        self.items.extend(Self::parse(&arguments)?.items);
+        let changes = Self::parse(&arguments)?;
+        changes.check_supervisable()?;
+        self.items.extend(changes.items);
         Ok(self)
     }
 
@@ -369,15 +410,17 @@ impl Placement {
         moved.set("id", id);
         moved.set("size", size);
         // Host placement and dump policy belong to the guest's owner; all else says where the memory lies.
-        for key in [
+        let kept = [
             "prealloc",
             "prealloc-threads",
             "merge",
             "dump",
             "policy",
             "host-nodes",
-        ] {
-            if let Some(value) = options.value(key) {
+            "reserve",
+        ];
+        for (key, value) in options.pairs() {
+            if kept.contains(&key) || key.starts_with("host-nodes.") {
                 moved.set(key, value);
             }
         }
@@ -477,6 +520,38 @@ mod tests {
             text(&line.with_memory("pc.ram", on_tmpfs).unwrap()),
             "-object memory-backend-file,id=m0,size=1G,policy=bind,host-nodes=0,mem-path=/ram/m0,share=on \
              -numa node,memdev=m0"
+        );
+    }
+
+    #[test]
+    fn a_backend_in_json_keeps_its_list_of_nodes() {
+        let json = r#"{"qom-type":"memory-backend-memfd","id":"m0","size":1048576,"host-nodes":[0],"policy":"bind"}"#;
+        let arguments = ["qemu", "-object", json, "-numa", "node,memdev=m0"].map(str::to_owned);
+        let moved = text(
+            &CommandLine::parse(&arguments)
+                .unwrap()
+                .with_memory("pc.ram", on_tmpfs)
+                .unwrap(),
+        );
+        assert!(
+            moved.contains("host-nodes.0=0") && moved.contains("policy=bind"),
+            "{moved}"
+        );
+    }
+
+    #[test]
+    fn descriptors_that_somebody_opened_for_qemu_are_noticed() {
+        assert_eq!(
+            line("qemu -netdev tap,id=n,fd=7").inherited_descriptor(),
+            Some("tap,id=n,fd=7")
+        );
+        assert_eq!(
+            line("qemu -add-fd fd=3,set=1").inherited_descriptor(),
+            Some("fd=3,set=1")
+        );
+        assert_eq!(
+            line("qemu -netdev user,id=n -chardev socket,id=c,path=/fd=1").inherited_descriptor(),
+            None
         );
     }
 

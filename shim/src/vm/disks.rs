@@ -6,15 +6,16 @@
 //! wake compares before it loads anything.
 
 use std::fs;
-use std::os::unix::fs::{FileTypeExt, MetadataExt};
-use std::path::{Path, PathBuf};
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
 
 use dormouse_qmp::Client;
 use dormouse_qmp::command;
 use dormouse_qmp::view::block::BlockInfo;
-use dormouse_storage::image::manifest::{Disk, DiskWitness};
+use dormouse_storage::image::manifest::{BackingFile, Disk, DiskWitness};
 
 use super::binary::modified_ns;
+use super::file_identity::FileIdentity;
 use crate::error::{Code, Failure};
 
 /// The disks that QEMU has now; file names are taken relative to QEMU's working `directory`.
@@ -26,15 +27,26 @@ pub async fn present(client: &Client, directory: &Path) -> Result<Vec<Disk>, Fai
         .collect())
 }
 
-/// Compares the disks' files with what was recorded. Every difference is told.
+/// Compares the disks' files, and those below them, with what was recorded. Every difference is told. A disk that
+/// cannot be compared is let through with a warning.
 pub fn check_unchanged(recorded: &[Disk]) -> Result<(), Failure> {
-    let differences: Vec<String> = recorded
-        .iter()
-        .filter_map(|disk| Some((disk, disk.witness.as_ref()?)))
-        .filter_map(|(disk, then)| {
-            difference(Path::new(&disk.file_name), then).map(|text| format!("{}: {text}", label(disk)))
-        })
-        .collect();
+    let mut differences = Vec::new();
+    for disk in recorded {
+        let own = std::iter::once((&disk.file_name, &disk.witness));
+        let below = disk.backing.iter().map(|file| (&file.file_name, &file.witness));
+        for (file, witness) in own.chain(below) {
+            match witness {
+                Some(then) => {
+                    let found = difference(Path::new(file), then);
+                    differences.extend(found.map(|text| format!("{}: {text}", label(disk))));
+                }
+                None => tracing::warn!(
+                    "{}: cannot tell whether {file} was written since the save",
+                    label(disk)
+                ),
+            }
+        }
+    }
     if differences.is_empty() {
         return Ok(());
     }
@@ -95,10 +107,8 @@ pub fn check_same(recorded: &[Disk], present: &[Disk]) -> Result<(), Failure> {
 
 /// What must not be the target of an image.
 pub fn is_target(disk: &Disk, target: &Path) -> bool {
-    match (fs::metadata(&disk.file_name), fs::metadata(target)) {
-        (Ok(disk), Ok(target)) => (disk.dev(), disk.ino()) == (target.dev(), target.ino()),
-        _ => false,
-    }
+    let there = FileIdentity::at(target);
+    there.is_some() && there == FileIdentity::at(Path::new(&disk.file_name))
 }
 
 /// How the disk is called to a person.
@@ -113,41 +123,47 @@ pub fn label(disk: &Disk) -> String {
 
 fn record(block: BlockInfo, directory: &Path) -> Option<Disk> {
     let node = block.inserted?;
-    let (named, virtual_size) = match node.image {
-        Some(image) => (image.filename, image.virtual_size_bytes),
-        None => (node.file, None),
+    let (named, virtual_size, below) = match node.image {
+        Some(image) => (image.filename, image.virtual_size_bytes, image.backing_image),
+        None => (node.file, None, None),
     };
-    // A name such as nbd://host/disk or json:{…} is no path; it is kept for the comparison of names.
-    let is_path = !named.is_empty() && !named.split('/').next().unwrap_or_default().contains(':');
-    let file = if is_path {
-        directory.join(&named)
-    } else {
-        PathBuf::from(&named)
-    };
+    let below = std::iter::successors(below.as_deref(), |image| image.backing_image.as_deref());
+    let (file_name, witness) = seen(&named, directory);
     Some(Disk {
         device: block.device,
         qdev: block.qdev,
         node_name: node.node_name.unwrap_or_default(),
-        witness: is_path.then(|| witness(&file)).flatten(),
-        file_name: file.to_string_lossy().into_owned(),
+        file_name,
+        witness,
         format: node.driver,
         virtual_size_bytes: virtual_size.unwrap_or_default(),
         read_only: node.read_only,
+        backing: below
+            .map(|image| seen(&image.filename, directory))
+            .map(|(file_name, witness)| BackingFile { file_name, witness })
+            .collect(),
     })
 }
 
+/// The file that QEMU names, and what it looks like. A name such as nbd://host/disk or json:{…} is no path; it is kept
+/// for the comparison of names.
+fn seen(named: &str, directory: &Path) -> (String, Option<DiskWitness>) {
+    let is_path = !named.is_empty() && !named.split('/').next().unwrap_or_default().contains(':');
+    if !is_path {
+        return (named.to_owned(), None);
+    }
+    let file = directory.join(named);
+    (file.to_string_lossy().into_owned(), witness(&file))
+}
+
+/// Regular files only: size and time of a device node say nothing about what is on the device.
 fn witness(file: &Path) -> Option<DiskWitness> {
-    let metadata = fs::metadata(file).ok()?;
+    let metadata = fs::metadata(file).ok().filter(fs::Metadata::is_file)?;
     Some(DiskWitness {
         device_id: metadata.dev(),
         inode: metadata.ino(),
         size_bytes: metadata.size(),
-        // A device node's own time says nothing about what was written to the device.
-        mtime_ns: if metadata.file_type().is_block_device() {
-            0
-        } else {
-            modified_ns(&metadata)
-        },
+        mtime_ns: modified_ns(&metadata),
     })
 }
 
@@ -188,6 +204,7 @@ mod tests {
             virtual_size_bytes: 4,
             read_only: false,
             witness: witness(file),
+            backing: Vec::new(),
         }
     }
 
@@ -210,6 +227,28 @@ mod tests {
             error.message.contains("was written since the save (+1.000 s)"),
             "{error}"
         );
+    }
+
+    #[test]
+    fn a_file_below_an_overlay_counts_like_the_disk() {
+        let (overlay, base) = (
+            tempfile::NamedTempFile::new().unwrap(),
+            tempfile::NamedTempFile::new().unwrap(),
+        );
+        let mut recorded = disk(overlay.path());
+        let file_name = base.path().to_string_lossy().into_owned();
+        recorded.backing.push(BackingFile {
+            file_name,
+            witness: witness(base.path()),
+        });
+        assert_eq!(check_unchanged(std::slice::from_ref(&recorded)), Ok(()));
+        fs::write(base.path(), b"more").unwrap();
+        assert!(check_unchanged(&[recorded]).is_err());
+    }
+
+    #[test]
+    fn a_device_node_is_no_witness() {
+        assert_eq!(witness(Path::new("/dev/null")), None);
     }
 
     #[test]

@@ -7,7 +7,6 @@
 
 use std::collections::HashMap;
 use std::fs::{self, File};
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use dormouse_qmp::Client;
@@ -15,6 +14,7 @@ use dormouse_qmp::command;
 use dormouse_qmp::view::machine::{HumanReadableText, MemoryBackend};
 use dormouse_storage::{BlockSize, ByteCount};
 
+use super::file_identity::FileIdentity;
 use crate::error::{Code, Failure};
 
 /// The RAM blocks of a running QEMU.
@@ -135,29 +135,8 @@ impl SharedBlock {
 
     /// Whether the file is the one at `path`.
     pub fn is_at(&self, path: &Path) -> bool {
-        match (self.file.metadata(), fs::metadata(path)) {
-            (Ok(ours), Ok(there)) => Identity::of(&ours) == Identity::of(&there),
-            _ => false,
-        }
-    }
-}
-
-/// A file, whatever its names.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-struct Identity {
-    major: u32,
-    minor: u32,
-    inode: u64,
-}
-
-impl Identity {
-    fn of(metadata: &fs::Metadata) -> Self {
-        let device = metadata.dev();
-        Self {
-            major: rustix::fs::major(device),
-            minor: rustix::fs::minor(device),
-            inode: metadata.ino(),
-        }
+        let ours = FileIdentity::of_open(&self.file);
+        ours.is_some() && ours == FileIdentity::at(path)
     }
 }
 
@@ -178,13 +157,14 @@ fn mapped_by(pid: u32, named: &Path, length: ByteCount) -> Result<File, String> 
     };
     for descriptor in fs::read_dir(format!("/proc/{pid}/fd")).map_err(unseen)?.flatten() {
         let path = descriptor.path();
-        if fs::metadata(&path).is_ok_and(|metadata| metadata.is_file() && Identity::of(&metadata) == identity)
+        if fs::metadata(&path)
+            .is_ok_and(|metadata| metadata.is_file() && FileIdentity::of(&metadata) == identity)
         {
             let file = File::open(&path).map_err(unseen)?;
             // The descriptor may have become another one between the look and the open.
             if file
                 .metadata()
-                .is_ok_and(|metadata| Identity::of(&metadata) == identity)
+                .is_ok_and(|metadata| FileIdentity::of(&metadata) == identity)
             {
                 return Ok(file);
             }
@@ -198,7 +178,7 @@ fn mapped_by(pid: u32, named: &Path, length: ByteCount) -> Result<File, String> 
 
 /// How much of each file with the last name of `named` is mapped shared, by the text of /proc/PID/maps. A file without
 /// a name shows the one that it had.
-fn shared_mappings(maps: &str, named: &Path) -> HashMap<Identity, u64> {
+fn shared_mappings(maps: &str, named: &Path) -> HashMap<FileIdentity, u64> {
     let mut mapped = HashMap::new();
     for line in maps.lines() {
         let Some((identity, bytes, path)) = shared_mapping(line) else {
@@ -213,7 +193,7 @@ fn shared_mappings(maps: &str, named: &Path) -> HashMap<Identity, u64> {
 }
 
 /// Reads a line such as `7f12-7f34 rw-s 00000000 00:2e 3   /dev/shm/pc.ram`.
-fn shared_mapping(line: &str) -> Option<(Identity, u64, &str)> {
+fn shared_mapping(line: &str) -> Option<(FileIdentity, u64, &str)> {
     let mut rest = line;
     let mut word = || {
         let (word, after) = rest.trim_start().split_once(' ')?;
@@ -224,7 +204,7 @@ fn shared_mapping(line: &str) -> Option<(Identity, u64, &str)> {
     let (begin, end) = range.split_once('-')?;
     let bytes = hexadecimal(end)?.checked_sub(hexadecimal(begin)?)?;
     let (major, minor) = device.split_once(':')?;
-    let identity = Identity {
+    let identity = FileIdentity {
         major: u32::try_from(hexadecimal(major)?).ok()?,
         minor: u32::try_from(hexadecimal(minor)?).ok()?,
         inode: inode.parse().ok()?,
@@ -267,7 +247,7 @@ ffffffffff600000-ffffffffff601000 --xp 00000000 00:00 0                  [vsysca
 
     #[test]
     fn the_parts_of_one_file_count_together_and_private_ones_not_at_all() {
-        let identity = |inode| Identity {
+        let identity = |inode| FileIdentity {
             major: 0,
             minor: 0x2e,
             inode,

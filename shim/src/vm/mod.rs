@@ -3,8 +3,10 @@
 pub mod binary;
 pub mod command_line;
 pub mod disks;
+pub mod file_identity;
 pub mod memory;
 pub mod monitor;
 pub mod options;
 pub mod process;
 pub mod ram_home;
+pub mod shape;

@@ -11,7 +11,7 @@ use serde_json::{Map, Value, json};
 use tokio::net::UnixStream;
 use tokio::time::Instant;
 
-use crate::error::{Code, Failure, GuestState};
+use crate::error::{Code, Failure};
 
 /// How often a state is asked for while it is waited for. QEMU answers in well under a millisecond; events would save
 /// the polls and not the need to ask, since they may be missed.
@@ -24,15 +24,6 @@ pub const RUN_STATE_TIMEOUT: Duration = Duration::from_secs(60);
 pub async fn run_state(client: &Client) -> Result<RunState, CommandError> {
     let status: StatusInfo = client.query(&command::query_status {}).await?;
     Ok(status.status)
-}
-
-/// What the guest does, for a failure's report; never fails itself.
-pub async fn guest_state(client: &Client) -> GuestState {
-    match run_state(client).await {
-        Ok(RunState::Running) => GuestState::Running,
-        Ok(_) => GuestState::Paused,
-        Err(_) => GuestState::Unknown,
-    }
 }
 
 /// Waits until the run state is one that `wanted` takes.
@@ -92,8 +83,8 @@ pub async fn pass_stream(client: &Client, name: &str) -> Result<UnixStream, Fail
     UnixStream::from_std(ours).map_err(local)
 }
 
-/// Migration capabilities and parameters as they were found. They outlive every migration, so whoever changes them
-/// has to put them back.
+/// Migration capabilities and parameters as they were found where a save needs others. They outlive every migration,
+/// so whoever changes them has to put them back.
 #[derive(Debug)]
 pub struct MigrationSettings {
     capabilities: Vec<Value>,
@@ -101,51 +92,66 @@ pub struct MigrationSettings {
 }
 
 impl MigrationSettings {
-    /// Sets what a save needs: exactly the capabilities in `wanted`, no bandwidth limit, no TLS, the normal mode.
-    pub async fn apply(client: &Client, wanted: &[&str]) -> Result<Self, CommandError> {
-        let mut saved = Self {
-            capabilities: Vec::new(),
-            parameters: Map::new(),
-        };
+    /// Finds what differs from what a save needs: exactly the capabilities in `wanted`, no bandwidth limit, no TLS, the
+    /// normal mode. Changes nothing.
+    pub async fn find(client: &Client, wanted: &[&str]) -> Result<Self, CommandError> {
         // The names go back to QEMU as they came, so they are not read into types that may not know them.
-        let current = client.execute(&command::query_migrate_capabilities {}).await?;
-        let mut changes = Vec::new();
-        for capability in current.as_array().into_iter().flatten() {
+        let capabilities = client.execute(&command::query_migrate_capabilities {}).await?;
+        let differs = |capability: &&Value| {
             let name = capability["capability"].as_str().unwrap_or_default();
-            let (is_on, shall_be_on) = (capability["state"] == json!(true), wanted.contains(&name));
-            if is_on != shall_be_on {
-                saved.capabilities.push(capability.clone());
-                changes.push(json!({"capability": name, "state": shall_be_on}));
-            }
-        }
+            (capability["state"] == json!(true)) != wanted.contains(&name)
+        };
         let current = client.execute(&command::query_migrate_parameters {}).await?;
-        let mut parameters = Map::new();
-        for (name, value) in [
-            ("max-bandwidth", json!(0)),
-            ("mode", json!("normal")),
-            ("tls-creds", json!("")),
-        ] {
-            match current.get(name) {
-                Some(found) if *found != value => {
-                    saved.parameters.insert(name.to_owned(), found.clone());
-                    parameters.insert(name.to_owned(), value);
-                }
-                _ => {}
-            }
-        }
-        set_capabilities(client, changes).await?;
-        if let Err(error) = set_parameters(client, parameters).await {
-            saved.put_back(client).await?;
-            return Err(error);
-        }
-        Ok(saved)
+        let parameters = needed_parameters()
+            .into_iter()
+            .filter_map(|(name, needed)| {
+                let found = current.get(&name)?;
+                (*found != needed).then(|| (name, found.clone()))
+            })
+            .collect();
+        Ok(Self {
+            capabilities: capabilities
+                .as_array()
+                .into_iter()
+                .flatten()
+                .filter(differs)
+                .cloned()
+                .collect(),
+            parameters,
+        })
     }
 
-    /// Puts back what was found. No migration may be under way.
-    pub async fn put_back(self, client: &Client) -> Result<(), CommandError> {
-        set_capabilities(client, self.capabilities).await?;
-        set_parameters(client, self.parameters).await
+    /// Sets what a save needs.
+    pub async fn apply(&self, client: &Client) -> Result<(), CommandError> {
+        let flipped = self.capabilities.iter().map(|found| {
+            let is_on = found["state"] == json!(true);
+            json!({"capability": found["capability"], "state": !is_on})
+        });
+        set_capabilities(client, flipped.collect()).await?;
+        let needed = needed_parameters()
+            .into_iter()
+            .filter(|(name, _)| self.parameters.contains_key(name));
+        set_parameters(client, needed.collect()).await
     }
+
+    /// Puts back what was found, whether it was changed or not. No migration may be under way.
+    pub async fn put_back(self, client: &Client) -> Result<(), CommandError> {
+        let capabilities = set_capabilities(client, self.capabilities).await;
+        let parameters = set_parameters(client, self.parameters).await;
+        capabilities.and(parameters)
+    }
+}
+
+fn needed_parameters() -> Map<String, Value> {
+    let needed = [
+        ("max-bandwidth", json!(0)),
+        ("mode", json!("normal")),
+        ("tls-creds", json!("")),
+    ];
+    needed
+        .into_iter()
+        .map(|(name, value)| (name.to_owned(), value))
+        .collect()
 }
 
 async fn set_capabilities(client: &Client, changes: Vec<Value>) -> Result<(), CommandError> {

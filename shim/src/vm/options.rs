@@ -30,6 +30,11 @@ impl Options {
         self.value("").or_else(|| self.value(implied))
     }
 
+    /// All pairs, in order.
+    pub fn pairs(&self) -> impl Iterator<Item = (&str, &str)> {
+        self.0.iter().map(|(key, value)| (key.as_str(), value.as_str()))
+    }
+
     /// Sets `key`, dropping what it had.
     pub fn set(&mut self, key: &str, value: impl Into<String>) {
         self.remove(key);

@@ -1,29 +1,34 @@
 //! QEMU's process: one of our own with its monitor, and the end of any.
 
-use std::io;
+use std::io::{self, IsTerminal};
 use std::os::fd::OwnedFd;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{ExitStatus, Stdio};
 use std::time::Duration;
 
-use dormouse_qmp::{Client, ConnectError, ConnectOptions, command};
+use dormouse_qmp::{Client, ConnectError, ConnectOptions};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use tokio::process::{Child, Command};
 use tokio::time::Instant;
 
 use super::command_line::CommandLine;
-use crate::error::{Code, Failure, GuestState, sentence};
+use crate::error::{Code, Failure, GuestState};
 
-/// How long QEMU may take from its start to a monitor that can be connected. Slow disks and large preallocated RAM
-/// count; a QEMU that ends is noticed at once.
+/// How long QEMU may take from its start to a monitor that greets. Slow disks, large preallocated RAM and devices whose
+/// backend is not there yet count; a QEMU that ends is noticed at once.
 const START_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// How often the monitor's socket is tried until QEMU listens.
 const POLL: Duration = Duration::from_millis(1);
 
-/// How long QEMU may take to end after `quit`.
-const QUIT_TIMEOUT: Duration = Duration::from_secs(30);
+/// A QEMU that was started and has not come up. Dropped, it is killed: its guest has not run.
+#[derive(Debug)]
+pub struct StartingQemu {
+    child: Option<Child>,
+    program: String,
+    socket: PathBuf,
+}
 
 /// A running QEMU that we started. It is not killed when this is dropped: a supervisor that goes away leaves its guest
 /// alone.
@@ -33,30 +38,99 @@ pub struct QemuProcess {
     client: Client,
 }
 
-impl QemuProcess {
-    /// Starts QEMU with our terminal and waits for its monitor.
-    pub async fn start(line: &CommandLine, directory: &Path, socket: &Path) -> Result<Self, Failure> {
-        let mut command = Self::command(line, socket)?;
+impl StartingQemu {
+    /// Starts QEMU with our standard streams, in `directory`, with a monitor for us at `socket`.
+    pub fn spawn(line: &CommandLine, directory: &Path, socket: &Path) -> Result<Self, Failure> {
+        if !directory.is_dir() {
+            return Err(Failure::new(
+                Code::Usage,
+                format!("QEMU's working directory {} is not there", directory.display()),
+            ));
+        }
+        let mut command = command(line, socket)?;
         command.current_dir(directory);
-        Self::spawn(command, line.program(), socket).await
+        // A Ctrl-C at our terminal is for us to pass on when it may be. A QEMU that shares the terminal has to stay in
+        // its foreground, or it could not read from it.
+        if !std::io::stdin().is_terminal() {
+            command.process_group(0);
+        }
+        Self::start(command, line.program(), socket)
     }
 
-    /// Starts QEMU for a question: its output is only shown when it fails.
-    pub async fn start_quietly(line: &CommandLine, socket: &Path) -> Result<Self, Failure> {
-        let mut command = Self::command(line, socket)?;
+    /// Starts QEMU for a question: it goes with whatever asked.
+    pub fn spawn_quietly(line: &CommandLine, socket: &Path) -> Result<Self, Failure> {
+        let mut command = command(line, socket)?;
         command
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .kill_on_drop(true);
-        Self::spawn(command, line.program(), socket).await
+        Self::start(command, line.program(), socket)
     }
 
+    /// The process id.
+    pub fn pid(&self) -> Option<u32> {
+        self.child.as_ref()?.id()
+    }
+
+    /// Waits until QEMU is up, which it is when its monitor greets.
+    pub async fn ready(mut self) -> Result<QemuProcess, Failure> {
+        let mut child = self
+            .child
+            .take()
+            .ok_or_else(|| self.ended("before it was waited for"))?;
+        let client = tokio::select! {
+            client = connect(&self.socket) => client,
+            status = child.wait() => Err(self.ended(&match status {
+                Ok(status) => status.to_string(),
+                Err(error) => error.to_string(),
+            })),
+        };
+        match client {
+            Ok(client) => Ok(QemuProcess { child, client }),
+            Err(failure) => {
+                // Back under the guard that kills it.
+                self.child = Some(child);
+                Err(failure)
+            }
+        }
+    }
+
+    fn start(mut command: Command, program: &str, socket: &Path) -> Result<Self, Failure> {
+        let child = command
+            .spawn()
+            .map_err(|error| Failure::new(Code::Usage, format!("cannot start {program}: {error}")))?;
+        Ok(Self {
+            child: Some(child),
+            program: program.to_owned(),
+            socket: socket.to_owned(),
+        })
+    }
+
+    fn ended(&self, how: &str) -> Failure {
+        Failure::new(
+            Code::Refused,
+            format!("{} ended at its start ({how}); it says why above", self.program),
+        )
+        .with_guest(GuestState::Stopped)
+    }
+}
+
+impl Drop for StartingQemu {
+    fn drop(&mut self) {
+        if let Some(child) = &mut self.child {
+            // It may have ended by itself.
+            let _ = child.start_kill();
+        }
+    }
+}
+
+impl QemuProcess {
     /// The monitor.
     pub fn client(&self) -> &Client {
         &self.client
     }
 
-    /// The process id.
+    /// The process id; `None` once it was waited for.
     pub fn pid(&self) -> Option<u32> {
         self.child.id()
     }
@@ -69,19 +143,6 @@ impl QemuProcess {
             .map_err(|error| Failure::new(Code::Internal, format!("cannot wait for QEMU: {error}")))
     }
 
-    /// Ends QEMU: asks it, and kills it if it does not go. Only for a QEMU whose guest has never run or is in an image.
-    pub async fn quit(&mut self) -> Result<(), Failure> {
-        // The connection usually ends before the answer is read; either way it is the process that counts.
-        let _ = self.client.execute(&command::quit {}).await;
-        if tokio::time::timeout(QUIT_TIMEOUT, self.child.wait())
-            .await
-            .is_err()
-        {
-            self.kill().await?;
-        }
-        Ok(())
-    }
-
     /// Kills QEMU.
     pub async fn kill(&mut self) -> Result<(), Failure> {
         self.child
@@ -89,50 +150,35 @@ impl QemuProcess {
             .await
             .map_err(|error| Failure::new(Code::Internal, format!("cannot kill QEMU: {error}")))
     }
+}
 
-    fn command(line: &CommandLine, socket: &Path) -> Result<Command, Failure> {
-        // sockaddr_un has room for 107 bytes; QEMU's own message for this does not say so.
-        if socket.as_os_str().len() > 107 {
-            return Err(Failure::new(
-                Code::Usage,
-                format!(
-                    "{} is too long for a socket (107 bytes); choose a shorter --state-dir",
-                    socket.display()
-                ),
-            ));
-        }
-        let mut command = Command::new(line.program());
-        command.args(line.clone().with_monitor(socket).arguments());
-        Ok(command)
+fn command(line: &CommandLine, socket: &Path) -> Result<Command, Failure> {
+    // sockaddr_un has room for 107 bytes; QEMU's own message for this does not say so.
+    if socket.as_os_str().len() > 107 {
+        return Err(Failure::new(
+            Code::Usage,
+            format!(
+                "{} is too long for a socket (107 bytes); choose a shorter --state-dir",
+                socket.display()
+            ),
+        ));
     }
+    let mut command = Command::new(line.program());
+    command.args(line.clone().with_monitor(socket).arguments());
+    Ok(command)
+}
 
-    async fn spawn(mut command: Command, program: &str, socket: &Path) -> Result<Self, Failure> {
-        let mut child = command
-            .spawn()
-            .map_err(|error| Failure::new(Code::Usage, format!("cannot start {program}: {error}")))?;
-        let deadline = Instant::now() + START_TIMEOUT;
-        loop {
-            match Client::connect(socket, ConnectOptions::default()).await {
-                Ok(client) => return Ok(Self { child, client }),
-                Err(ConnectError::Socket { .. } | ConnectError::Lost { .. }) if Instant::now() < deadline => {
-                }
-                Err(error) => {
-                    let _ = child.kill().await;
-                    return Err(error.into());
-                }
-            }
-            let ended = child
-                .try_wait()
-                .map_err(|error| Failure::new(Code::Internal, sentence(&error)))?;
-            if let Some(status) = ended {
-                return Err(Failure::new(
-                    Code::Refused,
-                    format!("{program} ended at its start ({status}); it says why above"),
-                )
-                .with_guest(GuestState::Stopped));
-            }
-            tokio::time::sleep(POLL).await;
+/// Connects as soon as QEMU listens, and is greeted as soon as its machine is made.
+async fn connect(socket: &Path) -> Result<Client, Failure> {
+    let deadline = Instant::now() + START_TIMEOUT;
+    let options = ConnectOptions::default().with_greeting_timeout(START_TIMEOUT);
+    loop {
+        match Client::connect(socket, options.clone()).await {
+            Ok(client) => return Ok(client),
+            Err(ConnectError::Socket { .. } | ConnectError::Lost { .. }) if Instant::now() < deadline => {}
+            Err(error) => return Err(error.into()),
         }
+        tokio::time::sleep(POLL).await;
     }
 }
 
@@ -151,11 +197,19 @@ impl ProcessEnd {
         })
     }
 
+    /// Whether it is over now.
+    pub fn is_over(&self) -> bool {
+        match &self.0 {
+            Ok(_) => self.wait(Duration::ZERO).unwrap_or(false),
+            Err(error) => error.raw_os_error() == Some(rustix::io::Errno::SRCH.raw_os_error()),
+        }
+    }
+
     /// Waits; whether it ended within the limit.
-    pub fn wait(self, limit: Duration) -> io::Result<bool> {
-        let process = self.0?;
+    pub fn wait(&self, limit: Duration) -> io::Result<bool> {
+        let process = self.0.as_ref().map_err(|error| io::Error::from(error.kind()))?;
         let limit = Timespec::try_from(limit).map_err(io::Error::other)?;
-        let mut watched = [PollFd::new(&process, PollFlags::IN)];
+        let mut watched = [PollFd::new(process, PollFlags::IN)];
         Ok(poll(&mut watched, Some(&limit))? > 0)
     }
 }

@@ -24,8 +24,6 @@ use crate::error::{Code, Failure};
 const SHARED_TMPFS: &str = "/dev/shm";
 /// `TMPFS_MAGIC` of statfs(2).
 const TMPFS_MAGIC: u64 = 0x0102_1994;
-/// `HUGETLBFS_MAGIC` of statfs(2).
-const HUGETLBFS_MAGIC: u64 = 0x9584_58f6;
 
 /// A folder for one guest's RAM. Dropping it takes the names away; QEMU keeps what it has opened.
 #[derive(Debug)]
@@ -117,8 +115,8 @@ impl RamHome {
             )
         };
         let kind = rustix::fs::statfs(parent).map_err(|error| at(&error))?.f_type;
-        if ![TMPFS_MAGIC, HUGETLBFS_MAGIC].contains(&(kind as u64)) {
-            return Err(at(&"it is not on tmpfs or hugetlbfs; name one with --ram-dir"));
+        if kind as u64 != TMPFS_MAGIC {
+            return Err(at(&"it is not on tmpfs; name a folder there with --ram-dir"));
         }
         let directory = shared_directory(parent, vm_directory);
         make_private(&directory).map_err(|error| at(&error))?;

@@ -88,6 +88,14 @@ pub enum ImageError {
         /// The target.
         path: PathBuf,
     },
+    /// The image at the target may be the only copy of a guest, so it is not replaced.
+    #[error("{path} is {state}: it holds a guest, and is not replaced; wake or remove it first", path = path.display())]
+    HoldsGuest {
+        /// The target.
+        path: PathBuf,
+        /// State of the image there.
+        state: ImageState,
+    },
     /// Somebody asked for the end.
     #[error("cancelled")]
     Cancelled,

@@ -122,6 +122,18 @@ pub struct Disk {
     pub read_only: bool,
     /// What the file looked like when the guest was saved; `None` where it could not be seen.
     pub witness: Option<DiskWitness>,
+    /// The files below it, where it is an overlay: nearest first.
+    #[serde(default)]
+    pub backing: Vec<BackingFile>,
+}
+
+/// A file below an overlay.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BackingFile {
+    /// Its name.
+    pub file_name: String,
+    /// What it looked like when the guest was saved; `None` where it could not be seen.
+    pub witness: Option<DiskWitness>,
 }
 
 /// What a disk's file looked like: a difference at wake means that it was written or replaced

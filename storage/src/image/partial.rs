@@ -4,10 +4,12 @@
 //! one step when it is whole. Dropped before that, it is gone. A crash of the machine or of the
 //! process can leave the partial file, never a target that is not whole.
 //!
-//! A target that exists is replaced only if it may be and is an image that nobody uses: it stays
+//! A target that exists is replaced only if it may be and is an image that nobody uses and that holds
+//! no guest which was not woken: it stays
 //! locked from the beginning, changes places with the new file at the end, and is removed only when
 //! the change is on the disk. If that fails it gets its name back.
 
+use std::ffi::{OsStr, OsString};
 use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
@@ -19,7 +21,8 @@ use uuid::Uuid;
 
 use super::ImageError;
 use super::reader::read_superblocks;
-use super::superblock::Superblocks;
+use super::state::ImageState;
+use super::superblock::{FORMAT_VERSION, Superblocks};
 
 /// A file that is written but has not its name yet.
 #[derive(Debug)]
@@ -49,7 +52,8 @@ impl PartialFile {
             _ => PathBuf::from("."),
         };
         let replaced = lock_target(target, replace)?;
-        let mut partial_name = std::ffi::OsString::from(".");
+        remove_leftovers(&folder, name);
+        let mut partial_name = OsString::from(".");
         partial_name.push(name);
         partial_name.push(format!(".partial-{id}"));
         let path = folder.join(partial_name);
@@ -167,6 +171,21 @@ impl Drop for PartialFile {
     }
 }
 
+/// Removes partial files of this target whose writer was killed. One that is still written is locked.
+fn remove_leftovers(folder: &Path, name: &OsStr) {
+    let prefix = [b".", name.as_encoded_bytes(), b".partial-"].concat();
+    for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
+        if !entry.file_name().as_encoded_bytes().starts_with(&prefix) {
+            continue;
+        }
+        let path = entry.path();
+        let dead = File::open(&path).is_ok_and(|file| lock(&file, &path).is_ok());
+        if dead && let Err(error) = fs::remove_file(&path) {
+            tracing::warn!(path = %path.display(), %error, "cannot remove what a killed writer left");
+        }
+    }
+}
+
 /// Takes the lock that everybody who may write to an image holds.
 pub(super) fn lock(file: &File, path: &Path) -> Result<(), ImageError> {
     match rustix::fs::flock(file, FlockOperation::NonBlockingLockExclusive) {
@@ -210,12 +229,25 @@ fn lock_target(target: &Path, replace: bool) -> Result<Option<File>, ImageError>
         .open(target)
         .map_err(|source| ImageError::io("open", target, source))?;
     lock(&file, target)?;
-    if read_superblocks(&file, target)? == Superblocks::Alien {
-        return Err(ImageError::NotAnImage {
+    match read_superblocks(&file, target)? {
+        Superblocks::Alien => Err(ImageError::NotAnImage {
             path: target.to_owned(),
-        });
+        }),
+        Superblocks::Newer(found) => Err(ImageError::NewerFormat {
+            path: target.to_owned(),
+            found,
+            supported: FORMAT_VERSION,
+        }),
+        Superblocks::Valid { current, .. }
+            if matches!(current.state, ImageState::Sealed | ImageState::Waking) =>
+        {
+            Err(ImageError::HoldsGuest {
+                path: target.to_owned(),
+                state: current.state,
+            })
+        }
+        _ => Ok(Some(file)),
     }
-    Ok(Some(file))
 }
 
 fn rename(from: &Path, to: &Path, flags: RenameFlags) -> rustix::io::Result<()> {

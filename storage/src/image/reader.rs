@@ -23,7 +23,7 @@ use super::superblock::{Area, COPY_BYTES, COPY_OFFSETS, FORMAT_VERSION, Superblo
 use super::workers::for_each_chunk;
 use crate::memory::MemoryError;
 use crate::sys::{AlignedBuf, DirectFile};
-use crate::{ByteCount, MemoryFile, Page, Recording, Run};
+use crate::{ByteCount, MemoryFile, Recording, Run};
 
 /// What an image holds and takes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -152,23 +152,9 @@ impl Image {
             .map_err(|source| ImageError::corrupt(&self.path, Corruption::DeviceState(source)))
     }
 
-    /// Every page, zeros too, of the blocks that are not in `except`, checked as a whole before any
-    /// is handed out: for [`write_precopy`](crate::write_precopy) beside RAM that is mapped or
-    /// filled. Their block indexes are those of [`Image::device_state`].
-    ///
-    /// All pages are in memory at once; [`Image::pages`] is for blocks that are not small.
-    ///
-    /// # Errors
-    ///
-    /// [`ImageError::Corrupt`] if a chunk is not what was written, [`ImageError::Io`] if the system
-    /// refuses.
-    pub fn small_pages(&self, except: &[&str]) -> Result<Vec<Page<'static>>, ImageError> {
-        self.pages(except)?.collect()
-    }
-
-    /// As [`Image::small_pages`], but read chunk by chunk as they are asked for: for
-    /// [`try_write_precopy`](crate::try_write_precopy) into a guest whose RAM cannot be filled
-    /// otherwise.
+    /// Every page, zeros too, of the blocks that are not in `except`, read and checked chunk by chunk
+    /// as they are asked for: for [`try_write_precopy`](crate::try_write_precopy). Their block indexes
+    /// are those of [`Image::device_state`].
     ///
     /// # Errors
     ///

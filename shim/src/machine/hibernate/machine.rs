@@ -5,7 +5,7 @@
 //! - `Terminate` is only ever asked for after `Sealed`: QEMU ends only when the image is the guest.
 //! - Every failure, and every cancel that is accepted, before `Sealed` ends in a rollback (once the guest was touched)
 //!   or at once (before that); after `Sealed` never.
-//! - A guest that was paused before is not started by a rollback.
+//! - A guest that was paused before is paused after a rollback.
 //!
 //! # States
 //!
@@ -23,7 +23,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::error::{Code, Failure, GuestState};
+use crate::error::{Code, Failure};
 
 /// Where a hibernation is. The names are seen by users.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -87,13 +87,21 @@ pub enum Effect {
     Seal,
     /// End QEMU and wait until it is gone.
     Terminate,
-    /// Give the guest back; `resume` tells whether it shall run.
-    RollBack {
-        /// Whether it shall.
-        resume: bool,
-    },
+    /// Give the guest back as it was, or, when somebody else ran it meanwhile, as that left it.
+    RollBack(GiveBack),
     /// End the effect under way as soon as it can be ended.
     Interrupt,
+}
+
+/// What a rollback leaves behind.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum GiveBack {
+    /// A running guest.
+    Running,
+    /// A paused guest.
+    Paused,
+    /// Whatever somebody else made of it.
+    AsItIs,
 }
 
 /// The answer to a cancel.
@@ -203,15 +211,7 @@ impl Machine {
             Phase::SavingMemory => (Phase::Sealing, Some(Effect::Seal)),
             Phase::Sealing => (Phase::Terminating, Some(Effect::Terminate)),
             Phase::Terminating => (Phase::Hibernated, None),
-            Phase::RollingBack => {
-                let guest = if self.was_running || self.guest_ran {
-                    GuestState::Running
-                } else {
-                    GuestState::Paused
-                };
-                self.failure = self.failure.take().map(|failure| failure.with_guest(guest));
-                (Phase::Failed, None)
-            }
+            Phase::RollingBack => (Phase::Failed, None),
             over => (over, None),
         };
         self.phase = phase;
@@ -230,15 +230,16 @@ impl Machine {
             }
             Phase::RollingBack => {
                 let first = self.failure.take();
-                let why = first.map(|first| format!("{first}; then ")).unwrap_or_default();
-                let code = if failure.code == Code::Unreachable {
-                    Code::Unreachable
-                } else {
-                    Code::Operator
-                };
-                self.failure = Some(Failure {
-                    code,
-                    ..failure.while_doing(&format!("{why}the guest could not be given back"))
+                self.failure = Some(match first {
+                    // The same silence twice is one failure.
+                    Some(first) if (first.code, failure.code) == (Code::Unreachable, Code::Unreachable) => {
+                        first
+                    }
+                    Some(first) => Failure {
+                        code: Code::Operator,
+                        ..failure.while_doing(&format!("{first}; then the guest could not be given back"))
+                    },
+                    None => failure,
                 });
                 self.phase = Phase::Uncertain;
                 None
@@ -278,23 +279,15 @@ impl Machine {
 
     fn turn_back(&mut self) -> Option<Effect> {
         if self.phase < Phase::Pausing {
-            let guest = if self.was_running {
-                GuestState::Running
-            } else {
-                GuestState::Unknown
-            };
-            if let Some(failure) = &mut self.failure
-                && failure.guest == GuestState::Unknown
-            {
-                failure.guest = guest;
-            }
             self.phase = Phase::Failed;
             return None;
         }
         self.phase = Phase::RollingBack;
-        Some(Effect::RollBack {
-            resume: self.was_running && !self.guest_ran,
-        })
+        Some(Effect::RollBack(match (self.guest_ran, self.was_running) {
+            (true, _) => GiveBack::AsItIs,
+            (false, true) => GiveBack::Running,
+            (false, false) => GiveBack::Paused,
+        }))
     }
 }
 
@@ -367,17 +360,15 @@ mod tests {
             Phase::SavingMemory,
             Phase::Sealing,
         ] {
-            for running in [true, false] {
+            for (running, as_it_was) in [(true, GiveBack::Running), (false, GiveBack::Paused)] {
                 let mut machine = machine_in(phase, running);
                 let effect = machine.step(Input::Failed(broken()));
-                assert_eq!(effect, Some(Effect::RollBack { resume: running }), "{phase:?}");
+                assert_eq!(effect, Some(Effect::RollBack(as_it_was)), "{phase:?}");
                 assert_eq!(machine.step(Input::Done), None);
-                let guest = if running {
-                    GuestState::Running
-                } else {
-                    GuestState::Paused
-                };
-                assert_eq!(machine.failure(), Some(&broken().with_guest(guest)));
+                assert_eq!(
+                    (machine.phase(), machine.failure()),
+                    (Phase::Failed, Some(&broken()))
+                );
             }
         }
     }
@@ -397,7 +388,7 @@ mod tests {
                 let mut machine = machine_in(phase, true);
                 assert_eq!(machine.step(Input::CancelRequested), Some(Effect::Interrupt));
                 assert_eq!(machine.answer_to_cancel(), CancelAnswer::AlreadyEnding);
-                assert_eq!(machine.step(end), Some(Effect::RollBack { resume: true }));
+                assert_eq!(machine.step(end), Some(Effect::RollBack(GiveBack::Running)));
                 machine.step(Input::Done);
                 assert_eq!(machine.failure().unwrap().code, Code::Cancelled);
             }
@@ -420,10 +411,10 @@ mod tests {
         assert_eq!(machine.step(Input::GuestRan), Some(Effect::Interrupt));
         assert_eq!(
             machine.step(Input::Done),
-            Some(Effect::RollBack { resume: false })
+            Some(Effect::RollBack(GiveBack::AsItIs))
         );
         machine.step(Input::Done);
-        assert_eq!(machine.failure().unwrap().guest, GuestState::Running);
+        assert_eq!(machine.failure().unwrap().code, Code::Refused);
     }
 
     #[test]
@@ -434,6 +425,18 @@ mod tests {
         let failure = machine.failure().unwrap();
         assert_eq!(failure.code, Code::Operator);
         assert!(failure.message.contains("the disk is gone") && failure.message.contains("QEMU said no"));
+    }
+
+    #[test]
+    fn a_qemu_that_is_gone_is_one_failure_not_two() {
+        let gone = Failure::new(Code::Unreachable, "QEMU is gone");
+        let mut machine = machine_in(Phase::SavingMemory, true);
+        machine.step(Input::Failed(gone.clone()));
+        machine.step(Input::Failed(gone.clone()));
+        assert_eq!(
+            (machine.phase(), machine.failure()),
+            (Phase::Uncertain, Some(&gone))
+        );
     }
 
     #[test]
@@ -459,7 +462,7 @@ mod tests {
                 sealed |= seals;
                 match effect {
                     Some(Effect::Terminate) => assert!(sealed, "{sequence}: QEMU ended before the seal"),
-                    Some(Effect::RollBack { .. }) => {
+                    Some(Effect::RollBack(_)) => {
                         assert!(!sealed, "{sequence}: a rollback after the seal")
                     }
                     _ => {}

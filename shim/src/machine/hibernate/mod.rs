@@ -9,6 +9,8 @@ use std::path::PathBuf;
 use dormouse_storage::ByteCount;
 use uuid::Uuid;
 
+use crate::vm::shape::Shape;
+
 /// What is asked for.
 #[derive(Debug, Clone)]
 pub struct Request {
@@ -20,6 +22,8 @@ pub struct Request {
     pub vm_name: String,
     /// QEMU's command line as the user gave it; `None`: take what QEMU's process shows.
     pub command_line: Option<Vec<String>>,
+    /// What the machine was made of at its start; `None`: nobody noted it.
+    pub shape: Option<Shape>,
 }
 
 /// What came of it.

@@ -1,7 +1,9 @@
 //! The preflight of a hibernation: everything that can be known to stand in the way, before the guest is touched.
 
+use std::fmt::Display;
 use std::fs;
-use std::path::PathBuf;
+use std::os::unix::fs::FileTypeExt;
+use std::path::{Path, PathBuf};
 
 use dormouse_qmp::view::block::BlockExportInfo;
 use dormouse_qmp::view::job::JobInfo;
@@ -10,12 +12,13 @@ use dormouse_qmp::view::migration::MigrationInfo;
 use dormouse_qmp::{Client, command};
 use dormouse_storage::image::manifest::{Disk, Qemu};
 use dormouse_storage::{ByteCount, Layout};
-use serde_json::{Value, json};
+use serde_json::Value;
 
 use super::Request;
 use crate::error::{Code, Failure, GuestState, sentence};
 use crate::vm::command_line::CommandLine;
 use crate::vm::memory::{Memory, working_directory};
+use crate::vm::shape::{self, Shape};
 use crate::vm::{binary, disks, monitor};
 
 /// The most that devices other than RAM may fill. QEMU's own devices need well under 1 MiB; a passed-through device
@@ -70,7 +73,7 @@ async fn examine(client: &Client, request: &Request, running: bool) -> Result<Pl
     let directory = working_directory(pid).unwrap_or_else(|| PathBuf::from("/"));
     let command_line = match &request.command_line {
         Some(given) => given.clone(),
-        None => visible_command_line(pid)?,
+        None => visible_command_line(pid, &directory)?,
     };
     let line =
         CommandLine::parse(&command_line).map_err(|error| Failure::new(Code::Refused, error.to_string()))?;
@@ -78,7 +81,13 @@ async fn examine(client: &Client, request: &Request, running: bool) -> Result<Pl
     let mut blockers = migration_blockers(client).await?;
     blockers.extend(job_blockers(client).await?);
     blockers.extend(export_blockers(client).await?);
-    blockers.extend(hotplug_blockers(client).await?);
+    blockers.extend(shape_blockers(client, request, &line, &directory).await?);
+    blockers.extend(memory_device_blockers(client).await?);
+    if let Some(option) = line.inherited_descriptor() {
+        blockers.push(format!(
+            "{option:?} uses a file descriptor that a wake does not have"
+        ));
+    }
     if line.has_temporary_disks() {
         blockers
             .push("disks are in snapshot mode: what the guest wrote would be gone when QEMU ends".to_owned());
@@ -98,7 +107,14 @@ async fn examine(client: &Client, request: &Request, running: bool) -> Result<Pl
         ));
     }
 
+    check_target(&request.target, request.replace)?;
     let memory = Memory::of(client, pid).await?;
+    if memory.shared.is_empty() {
+        return Err(Failure::new(
+            Code::Refused,
+            "no RAM block of this machine is named like its memory backend; machine types before 4.0 are not supported",
+        ));
+    }
     if let Some(block) = memory.shared.iter().find(|block| block.is_at(&request.target)) {
         return Err(Failure::new(
             Code::Refused,
@@ -143,11 +159,47 @@ impl Plan {
     }
 }
 
+/// Tells early and in plain words what the writer would refuse late.
+fn check_target(target: &Path, replace: bool) -> Result<(), Failure> {
+    let usage = |why: &str| Err(Failure::new(Code::Usage, format!("{} {why}", target.display())));
+    match target.file_name() {
+        None => return usage("names no file"),
+        // A partial image has a longer name, and names have at most 255 bytes.
+        Some(name) if name.len() > 200 => return usage("has too long a name; at most 200 bytes"),
+        Some(_) => {}
+    }
+    let folder = target.parent().unwrap_or(Path::new("/"));
+    if !folder.is_dir() {
+        return Err(Failure::new(
+            Code::Usage,
+            format!("the folder {} is not there", folder.display()),
+        ));
+    }
+    match fs::metadata(target) {
+        Ok(found) if found.file_type().is_block_device() => Err(Failure::new(
+            Code::Refused,
+            format!("{} is a block device; images go to files yet", target.display()),
+        )),
+        Ok(found) if !found.is_file() => usage("is not a file"),
+        Ok(_) if !replace => Err(Failure::new(
+            Code::Refused,
+            format!("{} exists", target.display()),
+        )),
+        _ => Ok(()),
+    }
+}
+
 /// Only a guest that runs or is paused can be woken the way it was.
 async fn check_run_state(client: &Client) -> Result<bool, Failure> {
     match monitor::run_state(client).await? {
         RunState::Running => Ok(true),
         RunState::Paused => Ok(false),
+        RunState::Postmigrate => Err(Failure::new(
+            Code::Refused,
+            "the guest was saved or migrated and stands still since; if a hibernation was killed in the middle, `cont` on \
+             its monitor gives it back",
+        )
+        .with_guest(GuestState::Paused)),
         other => Err(Failure::new(
             Code::Refused,
             format!(
@@ -186,35 +238,31 @@ async fn export_blockers(client: &Client) -> Result<Vec<String>, Failure> {
         .collect())
 }
 
-/// What was plugged in later is not on the command line that the wake will use.
-async fn hotplug_blockers(client: &Client) -> Result<Vec<String>, Failure> {
-    let mut blockers = Vec::new();
-    for folder in ["/machine/peripheral", "/machine/peripheral-anon"] {
-        let children = client
-            .execute(&command::qom_list {
-                path: folder.to_owned(),
-            })
-            .await?;
-        for child in children.as_array().into_iter().flatten() {
-            let (name, kind) = (
-                child["name"].as_str().unwrap_or_default(),
-                child["type"].as_str().unwrap_or_default(),
-            );
-            if !kind.starts_with("child<") {
-                continue;
-            }
-            let get = command::qom_get {
-                path: format!("{folder}/{name}"),
-                property: "hotplugged".to_owned(),
-            };
-            if client.execute(&get).await.is_ok_and(|value| value == json!(true)) {
-                blockers.push(format!(
-                    "device {name} was plugged in while the guest ran; unplug it first"
-                ));
-            }
-        }
+/// What the machine is made of now, against what the wake's command line will make.
+async fn shape_blockers(
+    client: &Client,
+    request: &Request,
+    line: &CommandLine,
+    directory: &Path,
+) -> Result<Vec<String>, Failure> {
+    match &request.shape {
+        Some(shape) => Ok(shape.changes(&Shape::of(client, directory).await?)),
+        None => shape::visible_changes(client, line).await,
     }
-    Ok(blockers)
+}
+
+/// Memory whose content is more than the guest's RAM: it belongs to a file, and must not be moved into an image.
+async fn memory_device_blockers(client: &Client) -> Result<Vec<String>, Failure> {
+    let devices = client.execute(&command::query_memory_devices {}).await?;
+    let kinds = devices
+        .as_array()
+        .into_iter()
+        .flatten()
+        .filter_map(|device| device["type"].as_str());
+    Ok(kinds
+        .filter(|kind| *kind != "dimm")
+        .map(|kind| format!("the guest has a memory device of type {kind}, which cannot be saved yet"))
+        .collect())
 }
 
 /// Asks a property of the machine; `None` where it is empty.
@@ -241,16 +289,21 @@ async fn describe_qemu(client: &Client, program: &str) -> Result<Qemu, Failure> 
     })
 }
 
-fn visible_command_line(pid: u32) -> Result<Vec<String>, Failure> {
-    let bytes = fs::read(format!("/proc/{pid}/cmdline")).map_err(|error| {
+fn visible_command_line(pid: u32, directory: &Path) -> Result<Vec<String>, Failure> {
+    let unseen = |why: &dyn Display| {
         Failure::new(
             Code::Refused,
-            format!("cannot see the command line of QEMU's process {pid}: {error}"),
+            format!("cannot see the command line of QEMU's process {pid}: {why}"),
         )
-    })?;
+    };
+    let bytes = fs::read(format!("/proc/{pid}/cmdline")).map_err(|error| unseen(&error))?;
     let text = bytes.strip_suffix(b"\0").unwrap_or(&bytes);
-    Ok(text
-        .split(|byte| *byte == 0)
-        .map(|argument| String::from_utf8_lossy(argument).into_owned())
-        .collect())
+    let text = std::str::from_utf8(text).map_err(|error| unseen(&error))?;
+    let mut arguments: Vec<String> = text.split('\0').map(str::to_owned).collect();
+    if let Some(program) = arguments.first_mut()
+        && program.contains('/')
+    {
+        *program = directory.join(&*program).to_string_lossy().into_owned();
+    }
+    Ok(arguments)
 }

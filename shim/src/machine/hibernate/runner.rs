@@ -23,11 +23,11 @@ use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::Instant;
 use uuid::Uuid;
 
-use super::machine::{CancelAnswer, Effect, Input, Machine, Phase};
+use super::machine::{CancelAnswer, Effect, GiveBack, Input, Machine, Phase};
 use super::plan::{Plan, preflight};
 use super::{Report, Request};
 use crate::error::{Code, Failure, GuestState, sentence};
-use crate::machine::effect::{blocking, milliseconds, out_of_order};
+use crate::machine::effect::{blocking, joined, milliseconds, out_of_order};
 use crate::machine::interrupt::Interrupt;
 use crate::vm::monitor::{self, MigrationSettings, wait_for_migration_end, wait_for_run_state};
 use crate::vm::process::ProcessEnd;
@@ -37,6 +37,15 @@ const STREAM_FD: &str = "dormouse-device-state";
 
 /// How long QEMU may take from the end of the stream to `completed`, and to let go of a cancelled migration.
 const MIGRATION_END_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// How long `stop` may take.
+const STOP_TIMEOUT: Duration = Duration::from_secs(600);
+
+/// How long QEMU may take to do what gives a guest back. Whatever it is busy with comes first.
+const ROLL_BACK_TIMEOUT: Duration = Duration::from_secs(24 * 3600);
+
+/// How long a rollback waits for storage to let go of a partial image.
+const REMOVE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// How long QEMU's process may take to end after `quit`.
 const QUIT_TIMEOUT: Duration = Duration::from_secs(60);
@@ -93,10 +102,8 @@ pub async fn hibernate(
     }
     told.send_modify(|told| told.phase = machine.phase());
     match machine.failure().cloned() {
-        Some(failure) if failure.guest == GuestState::Unknown => {
-            Err(failure.with_guest(monitor::guest_state(&client).await))
-        }
-        Some(failure) => Err(failure),
+        // Asked, not deduced: somebody else may have done something to the guest as well.
+        Some(failure) => Err(failure.with_guest(work.guest_state().await)),
         None => work.report(),
     }
 }
@@ -114,6 +121,8 @@ struct Work {
     recording: Option<Recording>,
     written: MemoryWritten,
     sealed: Option<SealedImage>,
+    /// Threads that write an image that nobody wants any more; they end when the storage lets them.
+    abandoned: Option<tokio::task::JoinHandle<()>>,
     paused_at: Option<Instant>,
     pause_ms: f64,
     timings_ms: Vec<(Phase, f64)>,
@@ -133,6 +142,7 @@ impl Work {
             recording: None,
             written: MemoryWritten::default(),
             sealed: None,
+            abandoned: None,
             paused_at: None,
             pause_ms: 0.0,
             timings_ms: Vec::new(),
@@ -149,7 +159,7 @@ impl Work {
             Effect::SaveMemory => self.save_memory().await,
             Effect::Seal => self.seal(was_running).await,
             Effect::Terminate => self.terminate().await,
-            Effect::RollBack { resume } => self.roll_back(resume).await,
+            Effect::RollBack(give_back) => self.roll_back(give_back).await,
             Effect::Interrupt => Ok(()),
         };
         match (effect, outcome) {
@@ -204,7 +214,12 @@ impl Work {
     async fn pause(&mut self, was_running: bool) -> Result<(), Failure> {
         self.paused_at = Some(Instant::now());
         if was_running {
-            self.client.execute(&command::stop {}).await?;
+            // `stop` waits for the disks. It cannot be taken back: a guest that is stopped after we gave up would stay
+            // stopped, so we wait longer than any disk should need.
+            self.client
+                .with_deadline(STOP_TIMEOUT)
+                .execute(&command::stop {})
+                .await?;
         }
         wait_for_run_state(&self.client, "paused", |state| *state == RunState::Paused).await?;
         Ok(())
@@ -213,7 +228,9 @@ impl Work {
     /// Has QEMU migrate its devices into a socket pair, of which we hold the other end.
     async fn save_devices(&mut self) -> Result<(), Failure> {
         let plan = self.plan()?;
-        self.settings = Some(MigrationSettings::apply(&self.client, &["events", "x-ignore-shared"]).await?);
+        // Known before they are changed, so that an interrupt at any point leaves something to put back.
+        let settings = MigrationSettings::find(&self.client, &["events", "x-ignore-shared"]).await?;
+        self.settings.insert(settings).apply(&self.client).await?;
         let mut stream = monitor::pass_stream(&self.client, STREAM_FD).await?;
         let uri = Some(format!("fd:{STREAM_FD}"));
         self.client
@@ -255,48 +272,28 @@ impl Work {
         let mut writer = self.writer.take().ok_or_else(out_of_order)?;
         let recording = self.recording.take().ok_or_else(out_of_order)?;
         let (progress, interrupt) = (Arc::clone(&self.progress), self.interrupt.clone());
-        let (writer, recording, written) = blocking(move || {
+        let mut task = tokio::task::spawn_blocking(move || {
             let run = Run {
                 threads: WORKER_THREADS,
                 progress: &progress,
                 cancelled: interrupt.flag(),
             };
-            let mut written = MemoryWritten::default();
-            for block in &plan.memory.shared {
-                let file = block.file.try_clone().map_err(|error| {
-                    Failure::new(
-                        Code::Internal,
-                        format!("cannot hold RAM block {}: {error}", block.name),
-                    )
-                })?;
-                let memory = GuestMemory::map(file, block.length).map_err(|error| {
-                    Failure::new(
-                        Code::StorageIo,
-                        format!("cannot map RAM block {}: {}", block.name, sentence(&error)),
-                    )
-                })?;
-                let part = writer.write_memory(&block.name, &memory, &run)?;
-                written.data.0 += part.data.0;
-                written.zero.0 += part.zero.0;
-            }
+            let written = write_memory(&mut writer, &plan, &run)?;
             writer.write_pages(&recording)?;
             Ok((writer, recording, written))
-        })
-        .await?;
+        });
+        let outcome = self.interrupt.or(joined(&mut task)).await;
+        if !task.is_finished() {
+            // The guest does not wait for storage that hangs: the threads only read its memory.
+            self.abandoned = Some(tokio::spawn(async { drop(task.await) }));
+        }
+        let (writer, recording, written) = outcome?;
         (self.writer, self.recording, self.written) = (Some(writer), Some(recording), written);
         Ok(())
     }
 
     async fn seal(&mut self, was_running: bool) -> Result<(), Failure> {
-        let state = monitor::run_state(&self.client).await?;
-        if state != RunState::Postmigrate {
-            return Err(Failure::new(
-                Code::Refused,
-                format!(
-                    "somebody else changed the guest's run state to {state} while its memory was being saved"
-                ),
-            ));
-        }
+        self.check_still_stopped().await?;
         let manifest = self.manifest(was_running).await?;
         let writer = self.writer.take().ok_or_else(out_of_order)?;
         let recording = self.recording.take().ok_or_else(out_of_order)?;
@@ -305,7 +302,22 @@ impl Work {
             .paused_at
             .map(|at| milliseconds(at.elapsed()))
             .unwrap_or_default();
-        Ok(())
+        // Once more: from here on only `quit` follows, and a guest that ran since has left its image behind.
+        self.check_still_stopped().await
+    }
+
+    /// The run state after a migration is one that only another migration brings back once it was left. So a guest that
+    /// somebody ran, even if stopped again, is noticed.
+    async fn check_still_stopped(&self) -> Result<(), Failure> {
+        match monitor::run_state(&self.client).await? {
+            RunState::Postmigrate => Ok(()),
+            state => Err(Failure::new(
+                Code::Refused,
+                format!(
+                    "somebody else changed the guest's run state to {state} while its memory was being saved"
+                ),
+            )),
+        }
     }
 
     async fn terminate(&mut self) -> Result<(), Failure> {
@@ -351,32 +363,89 @@ impl Work {
         Ok(())
     }
 
-    async fn roll_back(&mut self, resume: bool) -> Result<(), Failure> {
-        // The partial image goes first: nothing that follows, and no end of QEMU, may leave it behind.
-        self.writer = None;
+    async fn roll_back(&mut self, give_back: GiveBack) -> Result<(), Failure> {
+        // A whole image must be gone before its guest runs. A partial one is nobody's guest, and waits.
         if let Some(sealed) = self.sealed.take() {
             blocking(move || Ok(sealed.remove()?)).await?;
         }
-        let state = monitor::run_state(&self.client).await?;
-        if state != RunState::Postmigrate {
-            self.client.execute(&command::migrate_cancel {}).await?;
-            wait_for_migration_end(&self.client, MIGRATION_END_TIMEOUT).await?;
+        let given_back = self.give_guest_back(give_back).await;
+        self.remove_partial_image().await;
+        given_back
+    }
+
+    /// Does not give up while QEMU lives: what it was told before it will do, however late, and then the guest must not
+    /// stay as that leaves it.
+    async fn give_guest_back(&mut self, give_back: GiveBack) -> Result<(), Failure> {
+        let client = self.client.with_deadline(ROLL_BACK_TIMEOUT);
+        if monitor::run_state(&client).await? != RunState::Postmigrate {
+            client.execute(&command::migrate_cancel {}).await?;
+            wait_for_migration_end(&client, ROLL_BACK_TIMEOUT).await?;
+        }
+        let in_between = |state: &RunState| *state == RunState::FinishMigrate;
+        let state = wait_for_run_state(&client, "settled", |state| !in_between(state)).await?;
+        match (give_back, state) {
+            (GiveBack::Running, RunState::Running) | (GiveBack::AsItIs, _) => {}
+            (GiveBack::Running, _) => {
+                client.execute(&command::cont {}).await?;
+                wait_for_run_state(&client, "running", |state| *state == RunState::Running).await?;
+            }
+            (GiveBack::Paused, RunState::Postmigrate) => {
+                // QEMU leaves this state, and takes its disks back, only by running. Both commands are in its queue
+                // before it looks at the first, so that the guest runs for an instant.
+                let (cont, stop) = tokio::join!(
+                    client.execute(&command::cont {}),
+                    client.execute(&command::stop {})
+                );
+                cont.and(stop)?;
+                wait_for_run_state(&client, "paused", |state| *state == RunState::Paused).await?;
+            }
+            (GiveBack::Paused, _) => {}
         }
         // A descriptor that QEMU did not use stays open in it for ever. Once used it is gone, and this fails.
-        let _ = self
-            .client
+        let _ = client
             .execute(&command::closefd {
                 fdname: STREAM_FD.to_owned(),
             })
             .await;
-        if let Some(settings) = self.settings.take() {
-            settings.put_back(&self.client).await?;
+        match self.settings.take() {
+            Some(settings) => Ok(settings.put_back(&client).await?),
+            None => Ok(()),
         }
-        if resume {
-            self.client.execute(&command::cont {}).await?;
-            wait_for_run_state(&self.client, "running", |state| *state == RunState::Running).await?;
+    }
+
+    /// The guest has what it needs; storage that hangs only delays the report, and not for ever.
+    async fn remove_partial_image(&mut self) {
+        let writer = self.writer.take();
+        let abandoned = self.abandoned.take();
+        let removed = tokio::spawn(async move {
+            let _ = tokio::task::spawn_blocking(move || drop(writer)).await;
+            if let Some(abandoned) = abandoned {
+                let _ = abandoned.await;
+            }
+        });
+        if tokio::time::timeout(REMOVE_TIMEOUT, removed).await.is_err() {
+            tracing::warn!(
+                target = %self.request.target.display(),
+                "the storage does not answer; the partial image beside the target is removed when it does"
+            );
         }
-        Ok(())
+    }
+
+    /// What the guest does now.
+    async fn guest_state(&self) -> GuestState {
+        match monitor::run_state(&self.client).await {
+            Ok(RunState::Running) => GuestState::Running,
+            Ok(_) => GuestState::Paused,
+            Err(_)
+                if self
+                    .plan
+                    .as_ref()
+                    .is_some_and(|plan| ProcessEnd::of(plan.pid).is_over()) =>
+            {
+                GuestState::Stopped
+            }
+            Err(_) => GuestState::Unknown,
+        }
     }
 
     async fn manifest(&self, was_running: bool) -> Result<Manifest, Failure> {
@@ -439,6 +508,29 @@ impl Work {
             pause_ms: self.pause_ms,
         })
     }
+}
+
+/// The memory that we read ourselves, block by block.
+fn write_memory(writer: &mut ImageWriter, plan: &Plan, run: &Run<'_>) -> Result<MemoryWritten, Failure> {
+    let mut written = MemoryWritten::default();
+    for block in &plan.memory.shared {
+        let file = block.file.try_clone().map_err(|error| {
+            Failure::new(
+                Code::Internal,
+                format!("cannot hold RAM block {}: {error}", block.name),
+            )
+        })?;
+        let memory = GuestMemory::map(file, block.length).map_err(|error| {
+            Failure::new(
+                Code::StorageIo,
+                format!("cannot map RAM block {}: {}", block.name, sentence(&error)),
+            )
+        })?;
+        let part = writer.write_memory(&block.name, &memory, run)?;
+        written.data += part.data;
+        written.zero += part.zero;
+    }
+    Ok(written)
 }
 
 /// Reads until the end. More than `bound` means that QEMU streams RAM that we meant to read ourselves.

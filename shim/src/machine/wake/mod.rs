@@ -18,8 +18,6 @@ pub struct Request {
     pub mode: Option<Mode>,
     /// Whether the guest shall stay paused.
     pub paused: bool,
-    /// Whether the image stays after it was used.
-    pub keep_image: bool,
     /// Whether every chunk is checked first, also where the mode would not.
     pub verify: bool,
     /// Arguments for QEMU after the recorded ones.

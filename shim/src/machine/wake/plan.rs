@@ -60,7 +60,12 @@ pub async fn plan(image: &Image, request: &Request, scratch: &Path) -> Result<Pl
         |error: CommandLineError| Failure::new(Code::Refused, format!("the recorded command line: {error}"));
     let line = CommandLine::parse(recorded).map_err(refused)?;
     let (offset_property, rom_property) = abilities(manifest, line.program(), scratch).await?;
-    let mode = choose_mode(request.mode, offset_property, &manifest.qemu.version)?;
+    let mode = choose_mode(
+        request.mode,
+        offset_property,
+        line.shares_memory(),
+        &manifest.qemu.version,
+    )?;
     let main_ram = manifest.machine_default_ram_id.clone().unwrap_or_default();
     if main_ram.is_empty() && !line.names_main_memory() {
         return Err(Failure::new(
@@ -150,17 +155,24 @@ async fn abilities(manifest: &Manifest, program: &str, scratch: &Path) -> Result
     Ok((qemu.memory_backend_offset, qemu.memory_backend_rom))
 }
 
-fn choose_mode(wanted: Option<Mode>, offset_property: bool, version: &str) -> Result<Mode, Failure> {
+fn choose_mode(
+    wanted: Option<Mode>,
+    offset_property: bool,
+    shares_memory: bool,
+    version: &str,
+) -> Result<Mode, Failure> {
+    let refused = |why: String| Err(Failure::new(Code::Refused, format!("{why}; use --mode eager")));
     match wanted {
-        Some(Mode::Map) if !offset_property => Err(Failure::new(
-            Code::Refused,
-            format!(
-                "QEMU (the guest was saved on {version}) cannot map memory from inside a file: memory-backend-file has \
-                 no offset=, which came with QEMU 8.1; use --mode eager"
-            ),
+        Some(Mode::Map) if !offset_property => refused(format!(
+            "QEMU (the guest was saved on {version}) cannot map memory from inside a file: memory-backend-file has no \
+             offset=, which came with QEMU 8.1"
         )),
+        Some(Mode::Map) if shares_memory => refused(
+            "the guest's command line wants its memory shared (share=on), and memory mapped from an image is private"
+                .to_owned(),
+        ),
         Some(mode) => Ok(mode),
-        None if offset_property => Ok(Mode::Map),
+        None if offset_property && !shares_memory => Ok(Mode::Map),
         None => Ok(Mode::Eager),
     }
 }
@@ -170,14 +182,25 @@ mod tests {
     use super::*;
 
     #[test]
-    fn without_a_wish_the_fastest_mode_that_qemu_has_is_taken() {
-        assert_eq!(choose_mode(None, true, "10.0.2"), Ok(Mode::Map));
-        assert_eq!(choose_mode(None, false, "7.2.22"), Ok(Mode::Eager));
-        assert_eq!(choose_mode(Some(Mode::Eager), true, "10.0.2"), Ok(Mode::Eager));
-        let error = choose_mode(Some(Mode::Map), false, "7.2.22").unwrap_err();
-        assert!(
-            error.message.contains("QEMU 8.1") && error.message.contains("--mode eager"),
-            "{error}"
+    fn without_a_wish_the_fastest_mode_that_the_guest_bears_is_taken() {
+        assert_eq!(choose_mode(None, true, false, "10.0.2"), Ok(Mode::Map));
+        assert_eq!(choose_mode(None, false, false, "7.2.22"), Ok(Mode::Eager));
+        assert_eq!(choose_mode(None, true, true, "10.0.2"), Ok(Mode::Eager));
+        assert_eq!(
+            choose_mode(Some(Mode::Eager), true, false, "10.0.2"),
+            Ok(Mode::Eager)
         );
+    }
+
+    #[test]
+    fn a_map_that_cannot_be_is_refused_with_the_remedy() {
+        for (offset_property, shares_memory, words) in [(false, false, "QEMU 8.1"), (true, true, "share=on")]
+        {
+            let error = choose_mode(Some(Mode::Map), offset_property, shares_memory, "7.2.22").unwrap_err();
+            assert!(
+                error.message.contains(words) && error.message.contains("--mode eager"),
+                "{error}"
+            );
+        }
     }
 }

@@ -1,6 +1,6 @@
 //! Acts for the wake's machine.
 
-use std::path::PathBuf;
+use std::path::Path;
 use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
@@ -21,7 +21,7 @@ use crate::machine::effect::{blocking, milliseconds, out_of_order};
 use crate::machine::interrupt::Interrupt;
 use crate::vm::disks;
 use crate::vm::monitor::{self, wait_for_migration_end, wait_for_run_state};
-use crate::vm::process::QemuProcess;
+use crate::vm::process::{QemuProcess, StartingQemu};
 use crate::vm::ram_home::{Pages, RamHome};
 
 /// The name under which QEMU gets its end of the socket for the device state.
@@ -31,15 +31,19 @@ const STREAM_FD: &str = "dormouse-wake-stream";
 const LOAD_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Where the guest's QEMU gets its sockets and its RAM.
-#[derive(Debug, Clone)]
-pub struct Surroundings {
+pub struct Surroundings<'a> {
     /// The VM's folder in the state directory.
-    pub vm_directory: PathBuf,
+    pub vm_directory: &'a Path,
     /// The monitor's socket in it.
-    pub monitor_socket: PathBuf,
+    pub monitor_socket: &'a Path,
     /// A tmpfs for RAM, where the user named one.
-    pub ram_directory: Option<PathBuf>,
+    pub ram_directory: Option<&'a Path>,
+    /// Told of QEMU's process as soon as there is one, and how the guest is started from now on.
+    pub started: &'a Started<'a>,
 }
+
+/// Takes a process and a command line, and notes them where they outlive us.
+pub type Started<'a> = dyn Fn(u32, &[String]) -> Result<(), Failure> + Sync + 'a;
 
 /// A guest that is awake.
 #[derive(Debug)]
@@ -59,7 +63,7 @@ pub struct Woken {
 /// Wakes the guest in an image. A send on `cancels` ends the wake while it can be ended.
 pub async fn wake(
     request: Request,
-    surroundings: Surroundings,
+    surroundings: Surroundings<'_>,
     told: watch::Sender<Phase>,
     mut cancels: mpsc::Receiver<()>,
 ) -> Result<Woken, Failure> {
@@ -99,9 +103,9 @@ pub async fn wake(
 }
 
 /// What one wake has in its hands.
-struct Work {
+struct Work<'a> {
     request: Request,
-    surroundings: Surroundings,
+    surroundings: Surroundings<'a>,
     interrupt: Interrupt,
     image: Option<Image>,
     plan: Option<Plan>,
@@ -113,8 +117,8 @@ struct Work {
     timings_ms: Vec<(Phase, f64)>,
 }
 
-impl Work {
-    fn new(request: Request, surroundings: Surroundings) -> Self {
+impl<'a> Work<'a> {
+    fn new(request: Request, surroundings: Surroundings<'a>) -> Self {
         Self {
             request,
             surroundings,
@@ -140,7 +144,7 @@ impl Work {
             Effect::Load => interrupt.or(self.load()).await,
             Effect::Mark => self.mark(ImageState::Waking).await,
             Effect::Resume => self.resume().await,
-            Effect::Consume => self.consume().await,
+            Effect::Consume => self.mark(ImageState::Consumed).await,
             Effect::Abandon { unmark } => self.abandon(unmark).await,
             Effect::Interrupt => Ok(()),
         }
@@ -156,7 +160,7 @@ impl Work {
             Ok(image)
         })
         .await?;
-        self.plan = Some(plan(&image, &self.request, &self.surroundings.vm_directory).await?);
+        self.plan = Some(plan(&image, &self.request, self.surroundings.vm_directory).await?);
         self.image = Some(image);
         Ok(())
     }
@@ -172,7 +176,7 @@ impl Work {
                 ram_directory,
                 ..
             } = &self.surroundings;
-            let ram = RamHome::prepare(vm_directory, ram_directory.as_deref(), plan.placed_total())?;
+            let ram = RamHome::prepare(vm_directory, *ram_directory, plan.placed_total())?;
             files.extend(
                 plan.placed
                     .iter()
@@ -214,8 +218,10 @@ impl Work {
         let ram = self.ram.as_ref();
         let line = plan.command_line(image, |id| ram.map(|ram| ram.file(id)).unwrap_or_default())?;
         let started = Instant::now();
-        let qemu = QemuProcess::start(&line, &plan.directory, &self.surroundings.monitor_socket).await?;
-        self.qemu = Some(qemu);
+        let starting = StartingQemu::spawn(&line, &plan.directory, self.surroundings.monitor_socket)?;
+        // From its first instant on there is a record of it, or a guard that ends it.
+        (self.surroundings.started)(starting.pid().unwrap_or_default(), &self.command_line()?)?;
+        self.qemu = Some(starting.ready().await?);
         self.qemu_started = Some(started);
         // QEMU has opened its RAM: the names are not needed any more.
         self.pages = self.ram.take().map(|ram| ram.pages());
@@ -306,21 +312,6 @@ impl Work {
         Ok(())
     }
 
-    async fn consume(&mut self) -> Result<(), Failure> {
-        self.mark(ImageState::Consumed).await?;
-        if !self.request.keep_image {
-            let path = self.image.as_ref().ok_or_else(out_of_order)?.path().to_owned();
-            // A mapped image lives on, without a name, as long as the guest.
-            std::fs::remove_file(&path).map_err(|error| {
-                Failure::new(
-                    Code::StorageIo,
-                    format!("cannot remove {}: {error}", path.display()),
-                )
-            })?;
-        }
-        Ok(())
-    }
-
     async fn abandon(&mut self, unmark: bool) -> Result<(), Failure> {
         if let Some(mut qemu) = self.qemu.take() {
             qemu.kill().await?;
@@ -348,11 +339,24 @@ impl Work {
         self.qemu.as_ref().ok_or_else(out_of_order)
     }
 
+    /// How the guest is started from now on: what was changed at this wake stays.
+    fn command_line(&self) -> Result<Vec<String>, Failure> {
+        let mut command_line = self
+            .planned()?
+            .1
+            .manifest()
+            .command_line
+            .clone()
+            .unwrap_or_default();
+        command_line.extend_from_slice(&self.request.changes);
+        Ok(command_line)
+    }
+
     fn into_woken(self) -> Result<Woken, Failure> {
+        let command_line = self.command_line()?;
         let (Some(plan), Some(image), Some(qemu)) = (self.plan, self.image, self.qemu) else {
             return Err(out_of_order());
         };
-        let command_line = image.manifest().command_line.clone().unwrap_or_default();
         Ok(Woken {
             report: Report {
                 image: image.path().to_owned(),
@@ -364,7 +368,7 @@ impl Work {
             qemu,
             pages: self.pages,
             image,
-            command_line: with_changes(command_line, &self.request.changes),
+            command_line,
         })
     }
 }
@@ -376,10 +380,4 @@ fn stream_of(image: &Image, plan: &Plan) -> Result<Vec<u8>, Failure> {
     try_write_precopy(&devices, image.pages(&plan.placed_names())?, &mut stream)
         .map_err(|error| Failure::new(Code::ImageInvalid, sentence(&error)))?;
     Ok(stream)
-}
-
-/// What was changed at this wake is how the guest is started from now on.
-fn with_changes(mut command_line: Vec<String>, changes: &[String]) -> Vec<String> {
-    command_line.extend_from_slice(changes);
-    command_line
 }

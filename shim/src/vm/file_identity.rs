@@ -1,0 +1,38 @@
+//! Which file a file is, whatever it is called.
+
+use std::fs::{self, File, Metadata};
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+
+/// A file, whatever its names: the device that it is on, and its inode there.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct FileIdentity {
+    /// Major number of the device.
+    pub major: u32,
+    /// Minor number of the device.
+    pub minor: u32,
+    /// Inode number.
+    pub inode: u64,
+}
+
+impl FileIdentity {
+    /// Of a file that was looked at.
+    pub fn of(metadata: &Metadata) -> Self {
+        let device = metadata.dev();
+        Self {
+            major: rustix::fs::major(device),
+            minor: rustix::fs::minor(device),
+            inode: metadata.ino(),
+        }
+    }
+
+    /// Of the file that `path` leads to, if it leads to one.
+    pub fn at(path: &Path) -> Option<Self> {
+        fs::metadata(path).ok().as_ref().map(Self::of)
+    }
+
+    /// Of an open file.
+    pub fn of_open(file: &File) -> Option<Self> {
+        file.metadata().ok().as_ref().map(Self::of)
+    }
+}

@@ -5,6 +5,8 @@
 //! from nothing else. The message holds the numbers that help; the cause is folded into it once, where the failure is
 //! made, so that it reads as one sentence.
 
+use std::io::ErrorKind;
+
 use dormouse_qmp::{CommandError, ConnectError};
 use dormouse_storage::image::ImageError;
 use serde::{Deserialize, Serialize};
@@ -164,6 +166,15 @@ impl From<ImageError> for Failure {
             }
             ImageError::NoSpace { .. } => Code::NoSpace,
             ImageError::Cancelled => Code::Cancelled,
+            // A wrong path is the caller's to mend, not the storage's.
+            ImageError::Io { source, .. }
+                if matches!(
+                    source.kind(),
+                    ErrorKind::NotFound | ErrorKind::PermissionDenied | ErrorKind::IsADirectory
+                ) =>
+            {
+                Code::Usage
+            }
             ImageError::Io { .. } | ImageError::Memory(_) => Code::StorageIo,
             _ => Code::Internal,
         };

@@ -48,12 +48,26 @@ pub async fn wait_for_run_state(
     }
 }
 
-/// Waits until the migration under way has ended, whichever way.
+/// Waits until the migration under way, if there is one, has ended, whichever way.
 pub async fn wait_for_migration_end(client: &Client, limit: Duration) -> Result<MigrationInfo, Failure> {
+    wait_for_migration(client, limit, |migration| !migration.is_in_progress()).await
+}
+
+/// Waits until an incoming migration has ended, whichever way. It may not have begun: QEMU says so only once it looks
+/// at the stream.
+pub async fn wait_for_load_end(client: &Client, limit: Duration) -> Result<MigrationInfo, Failure> {
+    wait_for_migration(client, limit, MigrationInfo::is_terminal).await
+}
+
+async fn wait_for_migration(
+    client: &Client,
+    limit: Duration,
+    is_over: impl Fn(&MigrationInfo) -> bool,
+) -> Result<MigrationInfo, Failure> {
     let deadline = Instant::now() + limit;
     loop {
         let migration: MigrationInfo = client.query(&command::query_migrate {}).await?;
-        if !migration.is_in_progress() {
+        if is_over(&migration) {
             return Ok(migration);
         }
         if Instant::now() > deadline {

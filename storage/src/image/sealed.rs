@@ -98,13 +98,19 @@ impl SealedImage {
         Ok(())
     }
 
-    /// Removes the image: its guest runs on elsewhere, so that it must never be woken from here.
+    /// Removes the image for good: its guest runs on elsewhere, so that it must never be woken from
+    /// here, not even after a crash.
     ///
     /// # Errors
     ///
     /// [`ImageError::Io`] if the system refuses.
     pub fn remove(self) -> Result<(), ImageError> {
-        std::fs::remove_file(&self.path).map_err(|source| ImageError::io("remove", &self.path, source))
+        let failed = |source| ImageError::io("remove", &self.path, source);
+        std::fs::remove_file(&self.path).map_err(failed)?;
+        let folder = self.path.parent().filter(|folder| !folder.as_os_str().is_empty());
+        File::open(folder.unwrap_or(Path::new(".")))
+            .and_then(|folder| folder.sync_all())
+            .map_err(failed)
     }
 
     /// Where the image is.

@@ -293,7 +293,7 @@ impl Work {
     }
 
     async fn seal(&mut self, was_running: bool) -> Result<(), Failure> {
-        self.check_still_stopped().await?;
+        still_stopped(&monitor::run_state(&self.client).await?)?;
         let manifest = self.manifest(was_running).await?;
         let writer = self.writer.take().ok_or_else(out_of_order)?;
         let recording = self.recording.take().ok_or_else(out_of_order)?;
@@ -302,21 +302,11 @@ impl Work {
             .paused_at
             .map(|at| milliseconds(at.elapsed()))
             .unwrap_or_default();
-        // Once more: from here on only `quit` follows, and a guest that ran since has left its image behind.
-        self.check_still_stopped().await
-    }
-
-    /// The run state after a migration is one that only another migration brings back once it was left. So a guest that
-    /// somebody ran, even if stopped again, is noticed.
-    async fn check_still_stopped(&self) -> Result<(), Failure> {
-        match monitor::run_state(&self.client).await? {
-            RunState::Postmigrate => Ok(()),
-            state => Err(Failure::new(
-                Code::Refused,
-                format!(
-                    "somebody else changed the guest's run state to {state} while its memory was being saved"
-                ),
-            )),
+        // Once more: from here on only `quit` follows, and a guest that ran since has left its image behind. A QEMU that
+        // does not answer any more has not run it: the image is the guest now, and stays.
+        match monitor::run_state(&self.client).await {
+            Ok(state) => still_stopped(&state),
+            Err(_) => Ok(()),
         }
     }
 
@@ -508,6 +498,18 @@ impl Work {
             pause_ms: self.pause_ms,
         })
     }
+}
+
+/// The run state after a migration is one that only another migration brings back once it was left. So a guest that
+/// somebody ran, even if stopped again, is noticed.
+fn still_stopped(state: &RunState) -> Result<(), Failure> {
+    if *state == RunState::Postmigrate {
+        return Ok(());
+    }
+    Err(Failure::new(
+        Code::Refused,
+        format!("somebody else changed the guest's run state to {state} while its memory was being saved"),
+    ))
 }
 
 /// The memory that we read ourselves, block by block.

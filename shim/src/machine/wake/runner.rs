@@ -20,7 +20,7 @@ use crate::error::{Code, Failure, sentence};
 use crate::machine::effect::{blocking, milliseconds, out_of_order};
 use crate::machine::interrupt::Interrupt;
 use crate::vm::disks;
-use crate::vm::monitor::{self, wait_for_migration_end, wait_for_run_state};
+use crate::vm::monitor::{self, wait_for_load_end, wait_for_run_state};
 use crate::vm::process::{QemuProcess, StartingQemu};
 use crate::vm::ram_home::{Pages, RamHome};
 
@@ -238,12 +238,6 @@ impl<'a> Work<'a> {
         let (plan, image) = self.planned()?;
         let client = self.qemu()?.client().clone();
         let bytes = stream_of(image, plan)?;
-        client
-            .execute_raw(
-                "migrate-set-capabilities",
-                serde_json::json!({"capabilities": [{"capability": "events", "state": true}]}),
-            )
-            .await?;
         let mut stream = monitor::pass_stream(&client, STREAM_FD).await?;
         let uri = Some(format!("fd:{STREAM_FD}"));
         client
@@ -254,7 +248,7 @@ impl<'a> Work<'a> {
             })
             .await?;
         let sent = tokio::io::AsyncWriteExt::write_all(&mut stream, &bytes).await;
-        let migration = wait_for_migration_end(&client, LOAD_TIMEOUT)
+        let migration = wait_for_load_end(&client, LOAD_TIMEOUT)
             .await
             .map_err(|failure| {
                 // A QEMU that cannot load says why on its error output and ends.

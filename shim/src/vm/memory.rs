@@ -7,7 +7,7 @@
 
 use std::collections::HashMap;
 use std::fs::{self, File};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use dormouse_qmp::Client;
 use dormouse_qmp::command;
@@ -216,11 +216,6 @@ fn shared_mapping(line: &str) -> Option<(FileIdentity, u64, &str)> {
 
 fn hexadecimal(text: &str) -> Option<u64> {
     u64::from_str_radix(text, 16).ok()
-}
-
-/// The working directory of a process.
-pub fn working_directory(pid: u32) -> Option<PathBuf> {
-    fs::read_link(format!("/proc/{pid}/cwd")).ok()
 }
 
 async fn property(client: &Client, path: &str, property: &str) -> Result<serde_json::Value, Failure> {

@@ -1,6 +1,7 @@
 //! What a VM is, as seen from its QEMU: how it is started, what it is made of, what stands in the way.
 
 pub mod binary;
+pub mod blockers;
 pub mod command_line;
 pub mod disks;
 pub mod file_identity;

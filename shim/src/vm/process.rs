@@ -1,5 +1,7 @@
 //! QEMU's process: one of our own with its monitor, and the end of any.
 
+use std::fmt::Display;
+use std::fs;
 use std::io::{self, IsTerminal};
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
@@ -180,6 +182,31 @@ async fn connect(socket: &Path) -> Result<Client, Failure> {
         }
         tokio::time::sleep(POLL).await;
     }
+}
+
+/// The working directory of a process.
+pub fn working_directory(pid: u32) -> Option<PathBuf> {
+    fs::read_link(format!("/proc/{pid}/cwd")).ok()
+}
+
+/// The command line that a process shows, with a program that is found from anywhere.
+pub fn visible_command_line(pid: u32, directory: &Path) -> Result<Vec<String>, Failure> {
+    let unseen = |why: &dyn Display| {
+        Failure::new(
+            Code::Refused,
+            format!("cannot see the command line of QEMU's process {pid}: {why}"),
+        )
+    };
+    let bytes = fs::read(format!("/proc/{pid}/cmdline")).map_err(|error| unseen(&error))?;
+    let text = bytes.strip_suffix(b"\0").unwrap_or(&bytes);
+    let text = std::str::from_utf8(text).map_err(|error| unseen(&error))?;
+    let mut arguments: Vec<String> = text.split('\0').map(str::to_owned).collect();
+    if let Some(program) = arguments.first_mut()
+        && program.contains('/')
+    {
+        *program = directory.join(&*program).to_string_lossy().into_owned();
+    }
+    Ok(arguments)
 }
 
 /// The end of a process that need not be our child. Made while the process surely lives, so that a process id that is

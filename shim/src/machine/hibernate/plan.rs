@@ -1,14 +1,10 @@
 //! The preflight of a hibernation: everything that can be known to stand in the way, before the guest is touched.
 
-use std::fmt::Display;
 use std::fs;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 
-use dormouse_qmp::view::block::BlockExportInfo;
-use dormouse_qmp::view::job::JobInfo;
 use dormouse_qmp::view::machine::RunState;
-use dormouse_qmp::view::migration::MigrationInfo;
 use dormouse_qmp::{Client, command};
 use dormouse_storage::image::manifest::{Disk, Qemu};
 use dormouse_storage::{ByteCount, Layout};
@@ -17,9 +13,8 @@ use serde_json::Value;
 use super::Request;
 use crate::error::{Code, Failure, GuestState, sentence};
 use crate::vm::command_line::CommandLine;
-use crate::vm::memory::{Memory, working_directory};
-use crate::vm::shape::{self, Shape};
-use crate::vm::{binary, disks, monitor};
+use crate::vm::memory::Memory;
+use crate::vm::{binary, blockers, disks, monitor, process};
 
 /// The most that devices other than RAM may fill. QEMU's own devices need well under 1 MiB; a passed-through device
 /// brings the state of its firmware.
@@ -70,28 +65,15 @@ async fn examine(client: &Client, request: &Request, running: bool) -> Result<Pl
             "cannot see QEMU's process (another PID namespace?), so its RAM cannot be reached",
         )
     })?;
-    let directory = working_directory(pid).unwrap_or_else(|| PathBuf::from("/"));
+    let directory = process::working_directory(pid).unwrap_or_else(|| PathBuf::from("/"));
     let command_line = match &request.command_line {
         Some(given) => given.clone(),
-        None => visible_command_line(pid, &directory)?,
+        None => process::visible_command_line(pid, &directory)?,
     };
     let line =
         CommandLine::parse(&command_line).map_err(|error| Failure::new(Code::Refused, error.to_string()))?;
 
-    let mut blockers = migration_blockers(client).await?;
-    blockers.extend(job_blockers(client).await?);
-    blockers.extend(export_blockers(client).await?);
-    blockers.extend(shape_blockers(client, request, &line, &directory).await?);
-    blockers.extend(memory_device_blockers(client).await?);
-    if let Some(option) = line.inherited_descriptor() {
-        blockers.push(format!(
-            "{option:?} uses a file descriptor that a wake does not have"
-        ));
-    }
-    if line.has_temporary_disks() {
-        blockers
-            .push("disks are in snapshot mode: what the guest wrote would be gone when QEMU ends".to_owned());
-    }
+    let mut blockers = blockers::all(client, request.shape.as_ref(), &line, &directory).await?;
     let disks = disks::present(client, &directory).await?;
     if let Some(disk) = disks.iter().find(|disk| disks::is_target(disk, &request.target)) {
         blockers.push(format!(
@@ -210,61 +192,6 @@ async fn check_run_state(client: &Client) -> Result<bool, Failure> {
     }
 }
 
-async fn migration_blockers(client: &Client) -> Result<Vec<String>, Failure> {
-    let migration: MigrationInfo = client.query(&command::query_migrate {}).await?;
-    let is_in_progress = migration.is_in_progress();
-    let mut blockers = migration.blocked_reasons.unwrap_or_default();
-    if is_in_progress {
-        blockers.push("a migration is under way".to_owned());
-    }
-    Ok(blockers)
-}
-
-/// Saving while a job runs makes QEMU 7.2 abort, and on any version leaves half a copy behind.
-async fn job_blockers(client: &Client) -> Result<Vec<String>, Failure> {
-    let jobs: Vec<JobInfo> = client.query(&command::query_jobs {}).await?;
-    Ok(jobs
-        .into_iter()
-        .map(|job| format!("{} job {} is {}", job.job_type, job.id, job.status))
-        .collect())
-}
-
-/// A client that writes through an export could write after the disks' witness was taken.
-async fn export_blockers(client: &Client) -> Result<Vec<String>, Failure> {
-    let exports: Vec<BlockExportInfo> = client.query(&command::query_block_exports {}).await?;
-    Ok(exports
-        .into_iter()
-        .map(|export| format!("block export {} of node {} is open", export.id, export.node_name))
-        .collect())
-}
-
-/// What the machine is made of now, against what the wake's command line will make.
-async fn shape_blockers(
-    client: &Client,
-    request: &Request,
-    line: &CommandLine,
-    directory: &Path,
-) -> Result<Vec<String>, Failure> {
-    match &request.shape {
-        Some(shape) => Ok(shape.changes(&Shape::of(client, directory).await?)),
-        None => shape::visible_changes(client, line).await,
-    }
-}
-
-/// Memory whose content is more than the guest's RAM: it belongs to a file, and must not be moved into an image.
-async fn memory_device_blockers(client: &Client) -> Result<Vec<String>, Failure> {
-    let devices = client.execute(&command::query_memory_devices {}).await?;
-    let kinds = devices
-        .as_array()
-        .into_iter()
-        .flatten()
-        .filter_map(|device| device["type"].as_str());
-    Ok(kinds
-        .filter(|kind| *kind != "dimm")
-        .map(|kind| format!("the guest has a memory device of type {kind}, which cannot be saved yet"))
-        .collect())
-}
-
 /// Asks a property of the machine; `None` where it is empty.
 async fn machine_property(client: &Client, property: &str) -> Result<Option<String>, Failure> {
     let get = command::qom_get {
@@ -287,23 +214,4 @@ async fn describe_qemu(client: &Client, program: &str) -> Result<Qemu, Failure> 
         memory_backend_offset: abilities.offset,
         memory_backend_rom: abilities.rom,
     })
-}
-
-fn visible_command_line(pid: u32, directory: &Path) -> Result<Vec<String>, Failure> {
-    let unseen = |why: &dyn Display| {
-        Failure::new(
-            Code::Refused,
-            format!("cannot see the command line of QEMU's process {pid}: {why}"),
-        )
-    };
-    let bytes = fs::read(format!("/proc/{pid}/cmdline")).map_err(|error| unseen(&error))?;
-    let text = bytes.strip_suffix(b"\0").unwrap_or(&bytes);
-    let text = std::str::from_utf8(text).map_err(|error| unseen(&error))?;
-    let mut arguments: Vec<String> = text.split('\0').map(str::to_owned).collect();
-    if let Some(program) = arguments.first_mut()
-        && program.contains('/')
-    {
-        *program = directory.join(&*program).to_string_lossy().into_owned();
-    }
-    Ok(arguments)
 }

@@ -18,6 +18,7 @@ use super::types::{Cancelled, NewOperation, Operation, Problem, Vm};
 use crate::error::{Code, Failure, sentence};
 use crate::machine::hibernate::machine::CancelAnswer;
 use crate::supervisor::state_dir::StateDir;
+use crate::vm::diagnosis::Diagnosis;
 
 /// How long a supervisor is waited for whose guest is in its image.
 const END_LIMIT: Duration = Duration::from_secs(5);
@@ -44,6 +45,11 @@ impl Supervisor {
     /// What the VM does.
     pub async fn vm(&self) -> Result<Vm, Failure> {
         self.call(Method::GET, "/v1/vm", None::<&()>).await
+    }
+
+    /// What can be done with the VM.
+    pub async fn diagnosis(&self) -> Result<Diagnosis, Failure> {
+        self.call(Method::GET, "/v1/vm/diagnosis", None::<&()>).await
     }
 
     /// Begins an operation.

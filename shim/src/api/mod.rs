@@ -3,6 +3,7 @@
 //! | route | |
 //! | --- | --- |
 //! | `GET /v1/vm` | what the VM does |
+//! | `GET /v1/vm/diagnosis` | what can be done with it, and what stands in the way |
 //! | `POST /v1/operations` | begins an operation; `409` while another runs |
 //! | `GET /v1/operations/{id}` | what an operation does; with `?seen=N` waits until there is news after version N |
 //! | `POST /v1/operations/{id}/cancel` | asks for the guest back |

@@ -18,6 +18,7 @@ use uuid::Uuid;
 use super::types::{Cancelled, NewOperation, Operation, Problem, Vm};
 use crate::error::{Code, Failure};
 use crate::supervisor::{Handle, Request};
+use crate::vm::diagnosis::{Diagnosis, diagnose};
 use crate::vm::monitor;
 
 /// How long a watcher waits for news before it is told that there is none.
@@ -57,6 +58,7 @@ impl Server {
 fn router(handle: Handle) -> Router {
     Router::new()
         .route("/v1/vm", get(vm))
+        .route("/v1/vm/diagnosis", get(diagnosis))
         .route("/v1/operations", post(begin))
         .route("/v1/operations/{id}", get(watch_operation))
         .route("/v1/operations/{id}/cancel", post(cancel))
@@ -80,6 +82,13 @@ async fn vm(State(handle): State<Handle>) -> Result<Json<Vm>, Failure> {
         operation,
         woken: handle.woken,
     }))
+}
+
+async fn diagnosis(State(handle): State<Handle>) -> Result<Json<Diagnosis>, Failure> {
+    let command_line = Some(handle.command_line.clone());
+    Ok(Json(
+        diagnose(&handle.client, command_line, handle.shape.as_ref()).await?,
+    ))
 }
 
 async fn begin(State(handle): State<Handle>, Json(wish): Json<NewOperation>) -> Result<Response, Failure> {

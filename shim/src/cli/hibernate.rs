@@ -138,7 +138,7 @@ async fn by_ourselves(
 }
 
 /// A guest whose supervisor died is known by the record that it left: what its process shows is not what the user gave.
-fn known_of(socket: &Path, pid: Option<u32>) -> (String, Option<VmRecord>) {
+pub(super) fn known_of(socket: &Path, pid: Option<u32>) -> (String, Option<VmRecord>) {
     let folder = socket
         .canonicalize()
         .ok()

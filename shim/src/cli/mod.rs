@@ -1,6 +1,7 @@
 //! The command line. One file per verb; this one has the arguments, and turns failures into exit codes.
 
 mod detach;
+mod doctor;
 mod hibernate;
 mod image;
 mod report;
@@ -51,6 +52,8 @@ enum Verb {
     Image(ImageVerb),
     /// Show what VMs do
     Status(StatusArguments),
+    /// Tell what can be done with a VM, what cannot, why not, and what would help
+    Doctor(DoctorArguments),
 }
 
 #[derive(Debug, Args)]
@@ -135,6 +138,16 @@ struct ImageArguments {
 }
 
 #[derive(Debug, Args)]
+struct DoctorArguments {
+    /// Name of a supervised VM
+    #[arg(required_unless_present = "qmp", conflicts_with = "qmp")]
+    name: Option<String>,
+    /// QMP socket of a QEMU without a supervisor; its monitor must be free
+    #[arg(long, value_name = "SOCKET")]
+    qmp: Option<PathBuf>,
+}
+
+#[derive(Debug, Args)]
 struct StatusArguments {
     /// Name of a VM [default: all]
     name: Option<String>,
@@ -175,6 +188,7 @@ fn start(cli: Cli, report: &Report) -> Result<ExitCode, Failure> {
             Verb::Image(ImageVerb::Inspect(arguments)) => image::inspect(&arguments.path, report),
             Verb::Image(ImageVerb::Verify(arguments)) => image::verify(&arguments.path, report),
             Verb::Status(arguments) => status::status(arguments, &state, report).await,
+            Verb::Doctor(arguments) => doctor::doctor(arguments, &state, report).await,
         }
     })
 }

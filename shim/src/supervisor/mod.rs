@@ -88,6 +88,10 @@ pub struct Handle {
     pub ram: Ram,
     /// How it was woken.
     pub woken: Option<Woken>,
+    /// QEMU's command line as the user gave it.
+    pub command_line: Vec<String>,
+    /// What the machine was made of at the start.
+    pub shape: Option<Shape>,
     /// Where requests go.
     pub requests: mpsc::Sender<Request>,
     /// The operation that runs or ran last.
@@ -100,7 +104,7 @@ pub struct Handle {
 pub async fn supervise(mut supervised: Supervised, mut signals: Signals) -> Result<ExitStatus, Failure> {
     let (requests, mut requested) = mpsc::channel(REQUEST_QUEUE);
     let (current, operation) = watch::channel(None);
-    let (handle, api, shape) = match settle(&supervised, requests, operation).await {
+    let (handle, api) = match settle(&supervised, requests, operation).await {
         Ok(settled) => settled,
         Err(failure) => {
             supervised.directory.keep();
@@ -114,7 +118,7 @@ pub async fn supervise(mut supervised: Supervised, mut signals: Signals) -> Resu
     let mut desk = Desk {
         current,
         running: None,
-        shape,
+        shape: handle.shape.clone(),
         waiting: None,
     };
     let status = loop {
@@ -147,7 +151,7 @@ async fn settle(
     supervised: &Supervised,
     requests: mpsc::Sender<Request>,
     operation: watch::Receiver<Option<watch::Receiver<Operation>>>,
-) -> Result<(Handle, routes::Server, Option<Shape>), Failure> {
+) -> Result<(Handle, routes::Server), Failure> {
     let pid = supervised.qemu.pid().unwrap_or_default();
     let client = supervised.qemu.client().clone();
     let directory = working_directory(pid).unwrap_or_else(|| PathBuf::from("/"));
@@ -168,13 +172,15 @@ async fn settle(
         client,
         ram: supervised.ram.clone(),
         woken: supervised.woken.clone(),
+        command_line: supervised.command_line.clone(),
+        shape,
         requests,
         operation,
         read: watch::Sender::new(None),
     };
     let api = routes::Server::start(&supervised.directory.path().join("api.sock"), handle.clone())
         .map_err(|error| Failure::new(Code::Internal, format!("cannot serve the VM's API: {error}")))?;
-    Ok((handle, api, shape))
+    Ok((handle, api))
 }
 
 fn pass_on(signal: Signal, supervised: &Supervised) {

@@ -17,6 +17,10 @@ use dormouse_storage::{BlockSize, ByteCount};
 use super::file_identity::FileIdentity;
 use crate::error::{Code, Failure};
 
+/// The most that devices other than RAM may fill. QEMU's own devices need well under 1 MiB; a passed-through device
+/// brings the state of its firmware.
+pub const DEVICE_STATE_BOUND: ByteCount = ByteCount(64 << 20);
+
 /// The RAM blocks of a running QEMU.
 #[derive(Debug)]
 pub struct Memory {

@@ -3,6 +3,7 @@
 pub mod binary;
 pub mod blockers;
 pub mod command_line;
+pub mod diagnosis;
 pub mod disks;
 pub mod file_identity;
 pub mod memory;

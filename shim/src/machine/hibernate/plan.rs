@@ -13,12 +13,8 @@ use serde_json::Value;
 use super::Request;
 use crate::error::{Code, Failure, GuestState, sentence};
 use crate::vm::command_line::CommandLine;
-use crate::vm::memory::Memory;
+use crate::vm::memory::{DEVICE_STATE_BOUND, Memory};
 use crate::vm::{binary, blockers, disks, monitor, process};
-
-/// The most that devices other than RAM may fill. QEMU's own devices need well under 1 MiB; a passed-through device
-/// brings the state of its firmware.
-pub const DEVICE_STATE_BOUND: ByteCount = ByteCount(64 << 20);
 
 /// A hibernation that can be tried.
 #[derive(Debug)]

@@ -29,6 +29,7 @@ use super::{Report, Request};
 use crate::error::{Code, Failure, GuestState, sentence};
 use crate::machine::effect::{blocking, joined, milliseconds, out_of_order};
 use crate::machine::interrupt::Interrupt;
+use crate::vm::memory::DEVICE_STATE_BOUND;
 use crate::vm::monitor::{self, MigrationSettings, wait_for_migration_end, wait_for_run_state};
 use crate::vm::process::ProcessEnd;
 
@@ -199,11 +200,10 @@ impl Work {
     async fn reserve(&mut self) -> Result<(), Failure> {
         let plan = self.plan()?;
         let (target, replace, image_id) = (self.request.target.clone(), self.request.replace, self.image_id);
-        let bound = super::plan::DEVICE_STATE_BOUND;
         let writer = blocking(move || {
             let mut writer =
                 ImageWriter::create(&target, plan.layout.clone(), CreateOptions { replace, image_id })?;
-            writer.reserve(bound)?;
+            writer.reserve(DEVICE_STATE_BOUND)?;
             Ok(writer)
         })
         .await?;

@@ -1,0 +1,236 @@
+//! What can be done with a running VM, what cannot, why not, and what would help.
+
+use std::path::{Path, PathBuf};
+
+use dormouse_qmp::Client;
+use dormouse_storage::{ByteCount, GuestMemory, Layout};
+use serde::{Deserialize, Serialize};
+
+use super::binary::MemoryBackendAbilities;
+use super::command_line::CommandLine;
+use super::memory::{DEVICE_STATE_BOUND, Memory};
+use super::shape::Shape;
+use super::{blockers, disks, monitor, process};
+use crate::error::{Code, Failure, sentence};
+
+/// A VM, examined.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Diagnosis {
+    /// QEMU's version.
+    pub qemu_version: String,
+    /// The package that QEMU came in; may be empty.
+    pub qemu_package: String,
+    /// QEMU's process.
+    pub pid: u32,
+    /// QEMU's run state, in QEMU's words.
+    pub run_state: String,
+    /// What can be done and what cannot.
+    pub findings: Vec<Finding>,
+    /// What stands in the way of a hibernation now.
+    pub blockers: Vec<String>,
+    /// The disks.
+    pub disks: Vec<DiskFinding>,
+    /// The memory, where it can be reached.
+    pub memory: Option<MemoryFinding>,
+}
+
+/// One thing that could be done.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Finding {
+    /// What.
+    pub subject: String,
+    /// Whether it can be done.
+    pub can: bool,
+    /// Why not and what would help; or what to know beside.
+    pub detail: String,
+}
+
+/// A disk.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DiskFinding {
+    /// How it is called.
+    pub label: String,
+    /// The file or device that it is in.
+    pub file_name: String,
+    /// Its format.
+    pub format: String,
+    /// Its size as the guest sees it, in bytes.
+    pub virtual_size_bytes: u64,
+    /// Whether the guest may only read it.
+    pub read_only: bool,
+    /// Whether a wake can tell if it was written since the save.
+    pub has_witness: bool,
+}
+
+/// Memory, and what an image of it takes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MemoryFinding {
+    /// RAM that is written straight from the guest's memory, in bytes.
+    pub direct_bytes: u64,
+    /// Of that, what the guest has touched so far: what an image takes at most now, but for the next two.
+    pub touched_bytes: u64,
+    /// RAM that comes with the devices (ROMs, video memory), in bytes.
+    pub streamed_bytes: u64,
+    /// Space that a hibernation reserves, in bytes.
+    pub reserved_bytes: u64,
+}
+
+/// Examines a VM and changes nothing. `command_line` and `shape`: as its supervisor knows them; `None`: as they show.
+pub async fn diagnose(
+    client: &Client,
+    command_line: Option<Vec<String>>,
+    shape: Option<&Shape>,
+) -> Result<Diagnosis, Failure> {
+    let pid = client.peer_pid().ok_or_else(|| {
+        Failure::new(
+            Code::Refused,
+            "cannot see QEMU's process (another PID namespace?)",
+        )
+    })?;
+    let directory = process::working_directory(pid).unwrap_or_else(|| PathBuf::from("/"));
+    let command_line = match command_line {
+        Some(given) => given,
+        None => process::visible_command_line(pid, &directory)?,
+    };
+    let line =
+        CommandLine::parse(&command_line).map_err(|error| Failure::new(Code::Refused, error.to_string()))?;
+    let memory = Memory::of(client, pid).await;
+    let mut findings = engine_findings(&memory);
+    findings.extend(wake_findings(MemoryBackendAbilities::of(client).await?, &line));
+    let greeting = client.greeting();
+    Ok(Diagnosis {
+        qemu_version: greeting.version.to_string(),
+        qemu_package: greeting.package.clone(),
+        pid,
+        run_state: monitor::run_state(client).await?.to_string(),
+        findings,
+        blockers: blockers::all(client, shape, &line, &directory).await?,
+        disks: disk_findings(client, &directory).await?,
+        memory: memory.ok().map(measure).transpose()?,
+    })
+}
+
+fn engine_findings(memory: &Result<Memory, Failure>) -> Vec<Finding> {
+    let direct = match memory {
+        Ok(_) => can(
+            "hibernate by the direct engine",
+            "RAM is written straight from the guest's memory",
+        ),
+        Err(failure) => cannot("hibernate by the direct engine", &failure.message),
+    };
+    vec![
+        direct,
+        cannot(
+            "hibernate by a stream, from any RAM",
+            "not in this version of Dormouse",
+        ),
+    ]
+}
+
+fn wake_findings(abilities: MemoryBackendAbilities, line: &CommandLine) -> Vec<Finding> {
+    let map = if !abilities.offset {
+        cannot(
+            "wake by map",
+            "memory-backend-file of this QEMU has no offset=, which came with QEMU 8.1",
+        )
+    } else if line.shares_memory() {
+        cannot(
+            "wake by map",
+            "the command line wants memory shared (share=on), and a map is private",
+        )
+    } else {
+        can(
+            "wake by map",
+            "RAM is read when it is touched; such a guest cannot be hibernated again yet",
+        )
+    };
+    vec![
+        map,
+        can("wake by eager", "RAM is read and checked before the guest runs"),
+    ]
+}
+
+async fn disk_findings(client: &Client, directory: &Path) -> Result<Vec<DiskFinding>, Failure> {
+    let present = disks::present(client, directory).await?;
+    Ok(present
+        .into_iter()
+        .map(|disk| DiskFinding {
+            label: disks::label(&disk),
+            has_witness: disk.witness.is_some() && disk.backing.iter().all(|file| file.witness.is_some()),
+            file_name: disk.file_name,
+            format: disk.format,
+            virtual_size_bytes: disk.virtual_size_bytes,
+            read_only: disk.read_only,
+        })
+        .collect())
+}
+
+fn measure(memory: Memory) -> Result<MemoryFinding, Failure> {
+    let refused = |error: &dyn std::error::Error| Failure::new(Code::Refused, sentence(error));
+    let layout = Layout::plan(&memory.blocks).map_err(|error| refused(&error))?;
+    let (direct, streamed) = (memory.shared_total(), memory.streamed_total());
+    let mut touched = ByteCount::ZERO;
+    for block in memory.shared {
+        let mapped = GuestMemory::map(block.file, block.length).map_err(|error| refused(&error))?;
+        let extents = mapped.data_extents().map_err(|error| refused(&error))?;
+        touched += extents
+            .iter()
+            .map(|extent| ByteCount(extent.end - extent.start))
+            .sum();
+    }
+    Ok(MemoryFinding {
+        direct_bytes: direct.0,
+        touched_bytes: touched.0,
+        streamed_bytes: streamed.0,
+        reserved_bytes: layout.hard_bound(DEVICE_STATE_BOUND).0,
+    })
+}
+
+fn can(subject: &str, detail: &str) -> Finding {
+    Finding {
+        subject: subject.to_owned(),
+        can: true,
+        detail: detail.to_owned(),
+    }
+}
+
+fn cannot(subject: &str, detail: &str) -> Finding {
+    Finding {
+        subject: subject.to_owned(),
+        can: false,
+        detail: detail.to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn line(text: &str) -> CommandLine {
+        CommandLine::parse(&text.split(' ').map(str::to_owned).collect::<Vec<_>>()).unwrap()
+    }
+
+    #[test]
+    fn a_wake_that_cannot_be_says_why() {
+        let (old, new) = (
+            MemoryBackendAbilities {
+                offset: false,
+                rom: false,
+            },
+            MemoryBackendAbilities {
+                offset: true,
+                rom: true,
+            },
+        );
+        let shared = line("qemu -object memory-backend-file,id=m,size=1G,share=on,mem-path=/ram");
+        for (abilities, line, can, words) in [
+            (old, &line("qemu"), false, "QEMU 8.1"),
+            (new, &shared, false, "share=on"),
+            (new, &line("qemu"), true, "when it is touched"),
+        ] {
+            let map = &wake_findings(abilities, line)[0];
+            assert_eq!(map.can, can, "{map:?}");
+            assert!(map.detail.contains(words), "{map:?}");
+        }
+    }
+}

@@ -1,0 +1,80 @@
+//! What a VM can do is said before it is tried, and every no has its reason.
+
+use dormouse_tests::{Guest, PlainQemu, QemuBuild, Scene};
+use serde_json::{Value, json};
+
+/// The finding about `subject`.
+fn finding<'a>(diagnosis: &'a Value, subject: &str) -> &'a Value {
+    let findings = diagnosis["findings"].as_array().expect("findings are a list");
+    let found = findings
+        .iter()
+        .find(|finding| finding["subject"].to_string().contains(subject));
+    found.unwrap_or_else(|| panic!("nothing about {subject:?} in {diagnosis:#}"))
+}
+
+#[test]
+fn a_supervised_vm_is_told_its_ways_to_sleep_and_wake() {
+    for (build, maps) in [
+        (QemuBuild::V7_2, false),
+        (QemuBuild::V10_0, true),
+        (QemuBuild::V11_1, true),
+    ] {
+        let scene = Scene::new(build);
+        let _supervisor = scene.run();
+        let diagnosis = scene
+            .dormouse
+            .execute(&["doctor", "guest", "--json"])
+            .expect_success()
+            .result();
+        assert_eq!(finding(&diagnosis, "direct engine")["can"], true, "{diagnosis:#}");
+        assert_eq!(finding(&diagnosis, "wake by map")["can"], maps, "{diagnosis:#}");
+        assert_eq!(finding(&diagnosis, "wake by eager")["can"], true);
+        assert_eq!(diagnosis["blockers"], json!([]));
+        assert_eq!(diagnosis["disks"][0]["has_witness"], true);
+        assert_eq!(diagnosis["memory"]["direct_bytes"], 64 << 20);
+        // The guest fills 17 MiB, in whatever pages its memory is made of.
+        let touched = diagnosis["memory"]["touched_bytes"].as_u64().unwrap();
+        assert!((17 << 20..64 << 20).contains(&touched), "{touched}");
+    }
+}
+
+#[test]
+fn what_stands_in_the_way_is_told_as_the_hibernation_would() {
+    let scene = Scene::new(QemuBuild::V10_0);
+    let _supervisor = scene.run();
+    let copy = scene.lab.path("copy.img");
+    let mirror =
+        json!({"job-id": "copying", "device": "ide0-hd0", "target": copy, "sync": "full", "format": "raw"});
+    scene.guest.monitor().execute("drive-mirror", mirror);
+    let diagnosis = scene
+        .dormouse
+        .execute(&["doctor", "guest", "--json"])
+        .expect_success()
+        .result();
+    assert!(
+        diagnosis["blockers"].to_string().contains("mirror job copying"),
+        "{diagnosis:#}"
+    );
+    let outcome = scene.dormouse.execute(&["doctor", "guest"]).expect_success();
+    assert!(
+        outcome.stdout.contains("in the way: mirror job copying"),
+        "{outcome:#?}"
+    );
+}
+
+#[test]
+fn a_qemu_with_private_memory_is_told_the_remedy() {
+    let scene = Scene::new(QemuBuild::V10_0);
+    let _plain = PlainQemu::start(&scene.guest);
+    scene.guest.wait_for_ticks(5);
+    let monitor = scene.guest.monitor_socket().to_str().unwrap();
+    let diagnosis = scene
+        .dormouse
+        .execute(&["doctor", "--qmp", monitor, "--json"])
+        .expect_success()
+        .result();
+    let direct = finding(&diagnosis, "direct engine");
+    assert_eq!(direct["can"], false);
+    assert!(direct["detail"].to_string().contains("dormouse run"), "{direct}");
+    assert_eq!(diagnosis["memory"], Value::Null);
+}

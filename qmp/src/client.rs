@@ -2,7 +2,16 @@
 //!
 //! [`Client::connect`] returns when QEMU has greeted and the capabilities are negotiated, or tells
 //! why not, within the greeting timeout. From then on any number of clones speak through the one
-//! connection. The connection ends when the last clone is dropped.
+//! connection. The connection ends when the last clone is dropped, or with [`Client::close`].
+//!
+//! # Whether QEMU is alive
+//!
+//! QEMU's main loop stalls for seconds in normal work, and a monitor with it. So a late answer says
+//! nothing about life: [`CommandError::Timeout`] ends one command and leaves the connection open,
+//! and nothing here sends a ping. What tells is the socket, by [`Client::is_closed`] and
+//! [`Client::closed`], and the process behind it, which its owner watches by pidfd
+//! ([`Client::peer_pid`] names it). The kernel closes the socket when the process ends, however it
+//! ends; an open socket of a process that hangs is the one case where only the owner can decide.
 //!
 //! # Dropping a command's future
 //!
@@ -12,7 +21,6 @@
 
 use std::io;
 use std::os::fd::OwnedFd;
-use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -23,11 +31,13 @@ use tokio::net::UnixStream;
 use tokio::sync::{broadcast, mpsc, oneshot, watch};
 use tokio::time::Instant;
 
+use crate::address::Address;
 use crate::command::Command;
 use crate::connection::{CommandId, Outcome, Request};
 use crate::driver::{self, Submission};
 use crate::error::{CommandError, ConnectError, ConnectionLoss};
 use crate::events::Events;
+use crate::trace::CommandSpan;
 use crate::transport::{DESCRIPTOR_LIMIT, Transport};
 use crate::wire::message::{Event, Greeting};
 
@@ -73,11 +83,17 @@ struct Shared {
 }
 
 impl Client {
-    /// Connects to the monitor socket at `path`, awaits the greeting and negotiates the
-    /// capabilities. Out-of-band execution is switched on when it is offered.
-    pub async fn connect(path: &Path, options: ConnectOptions) -> Result<Self, ConnectError> {
-        let deadline = Instant::now() + options.greeting_timeout;
-        let stream = connect_stream(path, deadline, options.greeting_timeout).await?;
+    /// Connects to the monitor at an address, usually a path, awaits the greeting and negotiates
+    /// the capabilities. Out-of-band execution is switched on when it is offered.
+    pub async fn connect(address: impl Into<Address>, options: ConnectOptions) -> Result<Self, ConnectError> {
+        let address = address.into();
+        let name = address.to_string();
+        let waited = options.greeting_timeout;
+        let deadline = Instant::now() + waited;
+        let stream = match address.connect(deadline).await {
+            Ok(stream) => stream,
+            Err(error) => return Err(socket_error(name, waited, error)),
+        };
         let peer_pid = peer_pid(&stream);
 
         // Unbounded is bounded here: each entry belongs to a future that waits for it.
@@ -87,6 +103,7 @@ impl Client {
         let (loss, lost) = watch::channel(None);
         let (ready, greeted) = oneshot::channel();
         driver::spawn(
+            name.clone(),
             Transport::new(stream),
             deadline,
             driver::Ends {
@@ -98,11 +115,7 @@ impl Client {
         );
 
         let Ok(greeting) = greeted.await else {
-            return Err(connect_error(
-                path,
-                options.greeting_timeout,
-                loss_told(lost).await,
-            ));
+            return Err(connect_error(name, waited, loss_told(lost).await));
         };
         let shared = Shared {
             greeting,
@@ -192,6 +205,29 @@ impl Client {
         Events::new(receiver)
     }
 
+    /// Closes the connection in good order, for all handles: commands submitted from now on fail,
+    /// those submitted before are still executed and answered, then the socket is closed.
+    ///
+    /// Returns when the connection is gone, and tells what ended it:
+    /// [`ConnectionLoss::LocallyClosed`], or what came before that. It waits no longer than the
+    /// pending commands do, each of which has its deadline. Dropping the future does not take the
+    /// closing back.
+    pub async fn close(&self) -> ConnectionLoss {
+        // When the driver is gone there is nothing left to close.
+        let _ = self.shared.submissions.send(Submission::Close);
+        self.closed().await
+    }
+
+    /// Whether the connection is gone.
+    ///
+    /// False says that the socket was open when last looked at, and nothing about how fast QEMU
+    /// answers.
+    pub fn is_closed(&self) -> bool {
+        let loss = &self.shared.loss;
+        // Without a driver nobody tells the loss any more.
+        loss.borrow().is_some() || loss.has_changed().is_err()
+    }
+
     /// Waits until the connection is gone, and tells why.
     pub async fn closed(&self) -> ConnectionLoss {
         loss_told(self.shared.loss.clone()).await
@@ -199,6 +235,24 @@ impl Client {
 
     async fn submit(
         &self,
+        name: &str,
+        arguments: Value,
+        fds: Vec<OwnedFd>,
+        out_of_band: bool,
+    ) -> Result<Value, CommandError> {
+        let id = CommandId(self.shared.next_id.fetch_add(1, Ordering::Relaxed));
+        let span = CommandSpan::begin(name, id.0);
+        let ended = self.exchange(id, name, arguments, fds, out_of_band).await;
+        span.end(match &ended {
+            Ok(_) => "returned",
+            Err(error) => error.outcome(),
+        });
+        ended
+    }
+
+    async fn exchange(
+        &self,
+        id: CommandId,
         name: &str,
         arguments: Value,
         fds: Vec<OwnedFd>,
@@ -212,7 +266,6 @@ impl Client {
                 limit: DESCRIPTOR_LIMIT,
             });
         }
-        let id = CommandId(self.shared.next_id.fetch_add(1, Ordering::Relaxed));
         let request = Request {
             id,
             name: command(),
@@ -297,47 +350,22 @@ fn arguments_of<C: Command>(command: &C) -> Result<Value, CommandError> {
     }
 }
 
-/// Connects, and waits while the queue of those who want to connect is full.
-///
-/// While a client holds the monitor, QEMU accepts nobody. The first one who comes fits into the
-/// listen queue and waits for its greeting there; for the next one the connect itself fails with
-/// `EAGAIN`. Both are the same situation.
-async fn connect_stream(
-    path: &Path,
-    deadline: Instant,
-    waited: Duration,
-) -> Result<UnixStream, ConnectError> {
-    const RETRY_INTERVAL: Duration = Duration::from_millis(20);
-    loop {
-        match UnixStream::connect(path).await {
-            Ok(stream) => return Ok(stream),
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-            Err(source) => {
-                return Err(ConnectError::Socket {
-                    path: path.to_owned(),
-                    source,
-                });
-            }
-        }
-        if Instant::now() + RETRY_INTERVAL >= deadline {
-            return Err(ConnectError::MonitorBusy {
-                path: path.to_owned(),
-                waited,
-            });
-        }
-        tokio::time::sleep(RETRY_INTERVAL).await;
+fn socket_error(address: String, waited: Duration, source: io::Error) -> ConnectError {
+    if source.kind() == io::ErrorKind::WouldBlock {
+        ConnectError::MonitorBusy { address, waited }
+    } else {
+        ConnectError::Socket { address, source }
     }
 }
 
-fn connect_error(path: &Path, waited: Duration, loss: ConnectionLoss) -> ConnectError {
-    let path = path.to_owned();
+fn connect_error(address: String, waited: Duration, loss: ConnectionLoss) -> ConnectError {
     match loss {
-        ConnectionLoss::GreetingTimeout => ConnectError::MonitorBusy { path, waited },
-        ConnectionLoss::NegotiationTimeout => ConnectError::NegotiationTimeout { path, waited },
+        ConnectionLoss::GreetingTimeout => ConnectError::MonitorBusy { address, waited },
+        ConnectionLoss::NegotiationTimeout => ConnectError::NegotiationTimeout { address, waited },
         ConnectionLoss::NegotiationRefused { class, desc } => {
-            ConnectError::NegotiationRefused { path, class, desc }
+            ConnectError::NegotiationRefused { address, class, desc }
         }
-        source => ConnectError::Lost { path, source },
+        source => ConnectError::Lost { address, source },
     }
 }
 

@@ -8,16 +8,32 @@
 //! ```text
 //!              greeting                 reply to qmp_capabilities
 //!   Greeting ───────────► Negotiating ───────────────────────────► Ready
-//!      │                       │                                     │
-//!      │ deadline, loss        │ deadline, refusal, loss             │ loss
-//!      └───────────────────────┴──────────► Closed ◄─────────────────┘
+//!      │                       │                                   │   │
+//!      │ deadline, close, loss │ deadline, refusal, close, loss    │   │ close, write side lost
+//!      │                       │                                   │   ▼
+//!      │                       │                              loss │ Draining
+//!      │                       │                                   │   │ last reply, limit, loss
+//!      └───────────────────────┴────────────► Closed ◄─────────────┴───┘
 //! ```
+//!
+//! - *Greeting*: nothing is said. Commands wait.
+//! - *Negotiating*: `qmp_capabilities` is said and nothing else. Commands still wait. Whether or
+//!   not QEMU can hear it, what QEMU says is read, and the deadline of the opening is the limit.
+//! - *Ready*: commands go out and answers come in.
+//! - *Draining*: new commands are settled as lost at once; the answers to earlier ones are still
+//!   taken. There are two ways in. After [`close`](Connection::close) the commands that were
+//!   submitted before go out as room comes, and the connection is closed with the last of their
+//!   answers. After [`lose_write_side`](Connection::lose_write_side) what waits to go out is settled
+//!   as lost, and all that QEMU said before it left, events too, is read to the end of the stream,
+//!   for at most [`DRAIN_LIMIT`].
+//! - *Closed*: everything is settled, the reason is kept, and nothing changes any more.
 //!
 //! Guarantees:
 //!
 //! - Each submitted command is settled exactly once, unless it is withdrawn; then it is not settled
 //!   at all.
 //! - Nothing but the negotiation is transmitted before Ready; commands that come earlier wait.
+//!   Nothing that is submitted in Draining or Closed is ever transmitted.
 //! - Commands in-band are transmitted in the order of their submission, at most [`IN_FLIGHT_LIMIT`]
 //!   at a time. Commands out-of-band pass them by: they are what is left to say when QEMU answers
 //!   no other.
@@ -33,7 +49,7 @@
 //! command to do.
 
 use std::collections::{BTreeMap, VecDeque};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use tracing::{debug, warn};
@@ -47,6 +63,13 @@ use crate::wire::message::{Event, Greeting, Message, encode_command};
 /// in its `monitor/qmp.c`), and would not see a command out-of-band behind them. The one that is
 /// being executed has left the queue, so seven wait there while QEMU is busy with one of ours.
 pub const IN_FLIGHT_LIMIT: usize = 8;
+
+/// How long the end of the stream is awaited when nothing can be sent any more.
+///
+/// A QEMU that is gone has said all it will ever say; it lies in the socket and takes milliseconds
+/// to read. The limit is for a peer that shut down one direction only, which would hold a useless
+/// connection open for ever.
+pub const DRAIN_LIMIT: Duration = Duration::from_secs(5);
 
 /// Identifies a command on its connection, and is the `id` on the wire.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -130,7 +153,16 @@ enum State {
     Greeting { deadline: Instant },
     Negotiating { deadline: Instant, greeting: Greeting },
     Ready { out_of_band: bool },
+    Draining(Draining),
     Closed(ConnectionLoss),
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Draining {
+    /// Told to close; still says what was submitted before.
+    UntilAnswered { out_of_band: bool },
+    /// Nothing can be said any more.
+    UntilEnd { limit: Instant },
 }
 
 #[derive(Debug)]
@@ -162,9 +194,8 @@ impl Connection {
 
     /// Takes a command to execute.
     pub fn submit(&mut self, request: Request) {
-        if let State::Closed(loss) = &self.state {
-            let outcome = Outcome::Lost(loss.clone());
-            return self.settle(request.id, outcome);
+        if let Some(loss) = self.refuses_with() {
+            return self.settle(request.id, Outcome::Lost(loss));
         }
         let queue = if request.out_of_band {
             &mut self.queued_out_of_band
@@ -183,8 +214,44 @@ impl Connection {
         if let Some(command) = self.in_flight.get_mut(&id) {
             command.awaited = false;
         }
-        // The withdrawn one may have held up those behind it.
+        // The withdrawn one may have held up those behind it, or the end.
         self.transmit_queued();
+    }
+
+    /// Takes no more commands, and closes when those that there are have ended. A connection that
+    /// is not Ready yet is closed at once.
+    pub fn close(&mut self) {
+        match self.state {
+            State::Greeting { .. } | State::Negotiating { .. } => {
+                self.lose(ConnectionLoss::LocallyClosed);
+            }
+            State::Ready { out_of_band } => {
+                self.state = State::Draining(Draining::UntilAnswered { out_of_band });
+                self.close_when_answered();
+            }
+            // Already on the way.
+            State::Draining(_) | State::Closed(_) => {}
+        }
+    }
+
+    /// QEMU takes nothing any more. What it said before is still to be read, to the end of the
+    /// stream.
+    pub fn lose_write_side(&mut self, now: Instant) {
+        match self.state {
+            State::Ready { .. } | State::Draining(Draining::UntilAnswered { .. }) => {}
+            State::Greeting { .. }
+            | State::Negotiating { .. }
+            | State::Draining(Draining::UntilEnd { .. })
+            | State::Closed(_) => return,
+        }
+        self.state = State::Draining(Draining::UntilEnd {
+            limit: now + DRAIN_LIMIT,
+        });
+        let queued = self.queued_out_of_band.drain(..).chain(self.queued.drain(..));
+        self.actions.extend(queued.map(|request| Action::Settle {
+            id: request.id,
+            outcome: Outcome::Lost(ConnectionLoss::PeerClosed),
+        }));
     }
 
     /// Takes a message from QEMU.
@@ -209,6 +276,9 @@ impl Connection {
             }
             State::Negotiating { deadline, .. } if deadline <= now => {
                 return self.lose(ConnectionLoss::NegotiationTimeout);
+            }
+            State::Draining(Draining::UntilEnd { limit }) if limit <= now => {
+                return self.lose(ConnectionLoss::PeerClosed);
             }
             _ => {}
         }
@@ -260,9 +330,10 @@ impl Connection {
 
     /// When [`advance`](Self::advance) has something to do.
     pub fn next_deadline(&self) -> Option<Instant> {
-        let opening = match self.state {
+        let of_the_state = match self.state {
             State::Greeting { deadline } | State::Negotiating { deadline, .. } => Some(deadline),
-            State::Ready { .. } | State::Closed(_) => None,
+            State::Draining(Draining::UntilEnd { limit }) => Some(limit),
+            State::Ready { .. } | State::Draining(Draining::UntilAnswered { .. }) | State::Closed(_) => None,
         };
         let in_flight = self
             .in_flight
@@ -274,7 +345,7 @@ impl Connection {
             .iter()
             .chain(&self.queued_out_of_band)
             .filter_map(|request| request.deadline);
-        opening.into_iter().chain(in_flight).chain(queued).min()
+        of_the_state.into_iter().chain(in_flight).chain(queued).min()
     }
 
     fn greeted(&mut self, greeting: Greeting) {
@@ -334,8 +405,21 @@ impl Connection {
         self.transmit_queued();
     }
 
+    /// The reason for which a new command is settled at once, if there is one.
+    fn refuses_with(&self) -> Option<ConnectionLoss> {
+        match &self.state {
+            State::Greeting { .. } | State::Negotiating { .. } | State::Ready { .. } => None,
+            State::Draining(Draining::UntilAnswered { .. }) => Some(ConnectionLoss::LocallyClosed),
+            State::Draining(Draining::UntilEnd { .. }) => Some(ConnectionLoss::PeerClosed),
+            State::Closed(loss) => Some(loss.clone()),
+        }
+    }
+
+    /// Sends what may be sent now, and closes when that was what the closing waited for.
     fn transmit_queued(&mut self) {
-        let State::Ready { out_of_band } = self.state else {
+        let (State::Ready { out_of_band } | State::Draining(Draining::UntilAnswered { out_of_band })) =
+            self.state
+        else {
             return;
         };
         while let Some(request) = self.queued_out_of_band.pop_front() {
@@ -350,6 +434,16 @@ impl Connection {
             .pop_front_if(|request| may_follow(request, &self.in_flight))
         {
             self.transmit(request);
+        }
+        self.close_when_answered();
+    }
+
+    /// Tombstones are not waited for: nobody wants to know.
+    fn close_when_answered(&mut self) {
+        let closing = matches!(self.state, State::Draining(Draining::UntilAnswered { .. }));
+        let awaited = self.in_flight.values().any(|command| command.awaited);
+        if closing && !awaited && self.queued.is_empty() && self.queued_out_of_band.is_empty() {
+            self.lose(ConnectionLoss::LocallyClosed);
         }
     }
 

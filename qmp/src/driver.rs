@@ -20,7 +20,8 @@ use tracing::debug;
 
 use crate::connection::{Action, CommandId, Connection, Outcome, Request};
 use crate::error::ConnectionLoss;
-use crate::transport::Transport;
+use crate::trace;
+use crate::transport::{Sending, Transport};
 use crate::wire::line::{LINE_LIMIT_BYTES, LineBuffer};
 use crate::wire::message::{Event, Greeting, Message};
 
@@ -33,6 +34,8 @@ pub(crate) enum Submission {
         answer: oneshot::Sender<Outcome>,
     },
     Withdraw(CommandId),
+    /// Take no more commands, and close when those that there are have ended.
+    Close,
 }
 
 /// The driver's ends of the channels to the clients.
@@ -47,8 +50,9 @@ pub(crate) struct Ends {
 /// Starts the driver of a connection that must be ready by the deadline.
 ///
 /// It ends with the connection, or when the last sender of submissions is dropped.
-pub(crate) fn spawn(transport: Transport, ready_by: Instant, ends: Ends) {
+pub(crate) fn spawn(peer: String, transport: Transport, ready_by: Instant, ends: Ends) {
     let driver = Driver {
+        peer,
         connection: Connection::new(ready_by.into_std()),
         lines: LineBuffer::new(LINE_LIMIT_BYTES),
         transport,
@@ -60,6 +64,8 @@ pub(crate) fn spawn(transport: Transport, ready_by: Instant, ends: Ends) {
 }
 
 struct Driver {
+    /// The address, for the trace.
+    peer: String,
     connection: Connection,
     transport: Transport,
     lines: LineBuffer,
@@ -122,7 +128,9 @@ impl Driver {
                         .waiting
                         .get_mut(&id)
                         .map(|waiting| std::mem::take(&mut waiting.fds));
-                    self.transport.enqueue(line, fds.unwrap_or_default());
+                    let fds = fds.unwrap_or_default();
+                    trace::sent(&self.peer, &line, fds.len());
+                    self.transport.enqueue(line, fds);
                 }
                 Action::Settle { id, outcome } => {
                     if let Some(waiting) = self.waiting.remove(&id) {
@@ -156,13 +164,16 @@ impl Driver {
                 self.connection.withdraw(id);
                 self.waiting.remove(&id);
             }
+            Submission::Close => self.connection.close(),
         }
     }
 
     /// Moves bytes both ways, as far as the socket lets it now.
     fn exchange(&mut self) {
-        if let Err(error) = self.transport.flush() {
-            self.connection.lose(socket_loss(error));
+        match self.transport.flush() {
+            Ok(Sending::Open) => {}
+            Ok(Sending::Closed) => self.connection.lose_write_side(Instant::now().into_std()),
+            Err(error) => self.connection.lose(socket_loss(error)),
         }
         match self.transport.read() {
             Ok(Some([])) => self.connection.lose(ConnectionLoss::PeerClosed),
@@ -178,10 +189,13 @@ impl Driver {
     fn receive_lines(&mut self) {
         loop {
             match self.lines.next_line() {
-                Ok(Some(line)) => match Message::parse(&line) {
-                    Ok(message) => self.connection.receive(message),
-                    Err(error) => return self.connection.lose(not_qmp(&error, &line)),
-                },
+                Ok(Some(line)) => {
+                    trace::received(&self.peer, &line);
+                    match Message::parse(&line) {
+                        Ok(message) => self.connection.receive(message),
+                        Err(error) => return self.connection.lose(not_qmp(&error, &line)),
+                    }
+                }
                 Ok(None) => return,
                 Err(error) => {
                     return self.connection.lose(ConnectionLoss::NotQmp {
@@ -193,7 +207,7 @@ impl Driver {
     }
 }
 
-fn socket_loss(error: io::Error) -> ConnectionLoss {
+pub(crate) fn socket_loss(error: io::Error) -> ConnectionLoss {
     match error.kind() {
         // How the end of the stream shows when the peer left something of ours unread.
         io::ErrorKind::ConnectionReset => ConnectionLoss::PeerClosed,

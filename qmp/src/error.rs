@@ -6,7 +6,6 @@
 //! look at the class; the description changes between versions.
 
 use std::io;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -15,53 +14,49 @@ use std::time::Duration;
 #[non_exhaustive]
 pub enum ConnectError {
     /// The socket cannot be connected: it is not there, nobody listens, or access is denied.
-    #[error("cannot connect to the monitor socket {}", .path.display())]
+    #[error("cannot connect to the monitor socket {address}")]
     Socket {
-        /// The monitor socket.
-        path: PathBuf,
+        /// The address, as [`Address`](crate::Address) displays it.
+        address: String,
         /// The system's answer.
         source: io::Error,
     },
     /// Somebody listens but never greets. A QEMU monitor serves one client at a time and lets the
     /// next one wait.
     #[error(
-        "monitor busy: {} gave no greeting within {waited:?}, most likely because another client \
-         holds it; end that client, or start QEMU with one more -qmp socket of its own",
-        .path.display()
+        "monitor busy: {address} gave no greeting within {waited:?}, most likely because another client \
+         holds it; end that client, or start QEMU with one more -qmp socket of its own"
     )]
     MonitorBusy {
-        /// The monitor socket.
-        path: PathBuf,
+        /// The address, as [`Address`](crate::Address) displays it.
+        address: String,
         /// How long the greeting was waited for.
         waited: Duration,
     },
     /// QEMU greeted and then did not answer `qmp_capabilities` in time, so its main loop is most
     /// likely blocked.
-    #[error(
-        "QEMU at {} greeted but did not answer the capabilities negotiation within {waited:?}",
-        .path.display()
-    )]
+    #[error("QEMU at {address} greeted but did not answer the capabilities negotiation within {waited:?}")]
     NegotiationTimeout {
-        /// The monitor socket.
-        path: PathBuf,
+        /// The address, as [`Address`](crate::Address) displays it.
+        address: String,
         /// The time allowed for greeting and negotiation together.
         waited: Duration,
     },
     /// QEMU refused `qmp_capabilities`.
-    #[error("QEMU at {} refused the capabilities negotiation: {class}: {desc}", .path.display())]
+    #[error("QEMU at {address} refused the capabilities negotiation: {class}: {desc}")]
     NegotiationRefused {
-        /// The monitor socket.
-        path: PathBuf,
+        /// The address, as [`Address`](crate::Address) displays it.
+        address: String,
         /// QEMU's error class.
         class: String,
         /// QEMU's description.
         desc: String,
     },
     /// The connection was lost before it was ready, or the peer does not speak QMP.
-    #[error("lost the monitor connection at {} before it was ready", .path.display())]
+    #[error("lost the monitor connection at {address} before it was ready")]
     Lost {
-        /// The monitor socket.
-        path: PathBuf,
+        /// The address, as [`Address`](crate::Address) displays it.
+        address: String,
         /// What ended the connection.
         source: ConnectionLoss,
     },
@@ -146,6 +141,19 @@ impl CommandError {
         }
     }
 
+    /// The ending in one word, for the span of the command.
+    pub(crate) fn outcome(&self) -> &'static str {
+        match self {
+            Self::Qemu { .. } => "refused",
+            Self::Timeout { .. } => "timed out",
+            Self::ConnectionLost { .. } => "lost",
+            Self::Unexpected { .. } => "unexpected",
+            Self::Arguments { .. } | Self::TooManyDescriptors { .. } | Self::OutOfBandUnavailable { .. } => {
+                "not sent"
+            }
+        }
+    }
+
     /// QEMU's error class, when it was QEMU that refused.
     pub fn class(&self) -> Option<&str> {
         match self {
@@ -185,8 +193,8 @@ pub enum ConnectionLoss {
     /// The socket failed.
     #[error("the monitor socket failed")]
     Socket(#[source] Arc<io::Error>),
-    /// The last [`Client`](crate::Client) of the connection was dropped, or the runtime was shut
-    /// down.
+    /// [`Client::close`](crate::Client::close) was called, or the last
+    /// [`Client`](crate::Client) of the connection was dropped, or the runtime was shut down.
     #[error("the connection was closed on this side")]
     LocallyClosed,
 }

@@ -20,22 +20,32 @@
 //! - File descriptors travel with the first byte of their own command, reach nothing else, and are
 //!   closed on every path.
 //!
+//! Two modules build on that: [`reconnect`] stays connected and tells of the gaps, [`agent`] speaks
+//! to the guest agent. What can be watched of a conversation is listed in [`trace`].
+//!
 //! Commands are spoken with the types that [`command`] takes from QEMU's schema; replies are read
-//! into [`view`]s.
+//! into [`view`]s. What this QEMU can do is asked of it and indexed as [`capabilities`].
 
 #![forbid(unsafe_code)]
 
+mod address;
+pub mod agent;
+pub mod capabilities;
 mod client;
 pub mod command;
 pub mod connection;
 mod driver;
 mod error;
 mod events;
+#[cfg(feature = "fake")]
 pub mod fake;
+pub mod reconnect;
+pub mod trace;
 mod transport;
 pub mod view;
 pub mod wire;
 
+pub use address::{Address, AddressError};
 pub use client::{Client, ConnectOptions};
 pub use error::{CommandError, ConnectError, ConnectionLoss};
 pub use events::{Events, Heard};

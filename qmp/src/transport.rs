@@ -19,6 +19,14 @@ use tokio::net::UnixStream;
 /// `io/channel-socket.c`).
 pub(crate) const DESCRIPTOR_LIMIT: usize = 16;
 
+/// Whether something can still be sent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Sending {
+    Open,
+    /// The peer takes nothing any more. What it said before can still be read.
+    Closed,
+}
+
 /// Enough to take the largest usual reply (0.25 MB) in a few calls.
 const READ_BYTES: usize = 64 << 10;
 
@@ -48,6 +56,11 @@ impl Transport {
         self.outgoing.push_back(OutgoingLine { bytes, sent: 0, fds });
     }
 
+    /// Drops the lines of which nothing has been sent. One that has been begun stays whole.
+    pub(crate) fn withdraw_unsent(&mut self) {
+        self.outgoing.retain(|line| line.sent > 0);
+    }
+
     /// Waits until [`read`](Self::read) or, if there is something to send, [`flush`](Self::flush)
     /// may get further.
     pub(crate) async fn ready(&self) -> io::Result<()> {
@@ -74,21 +87,21 @@ impl Transport {
 
     /// Sends as much as the socket takes.
     ///
-    /// That the peer has closed is not told here: a QEMU that exits answers first, and its last
-    /// answers are still there to be read. What it will not receive is dropped, and reading comes
-    /// to the end of the stream.
-    pub(crate) fn flush(&mut self) -> io::Result<()> {
+    /// That the peer has closed is no error: a QEMU that exits answers first, and its last answers
+    /// are still there to be read. What it will not receive is dropped, and reading comes to the
+    /// end of the stream.
+    pub(crate) fn flush(&mut self) -> io::Result<Sending> {
         while let Some(line) = self.outgoing.front_mut() {
             match self
                 .stream
                 .try_io(Interest::WRITABLE, || line.send(self.stream.as_fd()))
             {
                 Ok(sent) => line.sent += sent,
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(Sending::Open),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
                 Err(error) if is_closed_by_peer(&error) => {
                     self.outgoing.clear();
-                    return Ok(());
+                    return Ok(Sending::Closed);
                 }
                 Err(error) => return Err(error),
             }
@@ -98,7 +111,7 @@ impl Transport {
                 self.outgoing.pop_front();
             }
         }
-        Ok(())
+        Ok(Sending::Open)
     }
 }
 
@@ -199,7 +212,7 @@ mod tests {
         drop(peer);
         transport.enqueue(b"{}\n".to_vec(), vec![tempfile::tempfile().unwrap().into()]);
         transport.ready().await.unwrap();
-        transport.flush().unwrap();
+        assert_eq!(transport.flush().unwrap(), Sending::Closed);
         let mut heard = Vec::new();
         loop {
             transport.ready().await.unwrap();

@@ -9,8 +9,11 @@ use std::io::{Read, Write};
 use std::os::fd::OwnedFd;
 use std::time::Duration;
 
+use dormouse_qmp::agent::{Agent, AgentError, AgentOptions, GuestPing};
 use dormouse_qmp::fake::{Answer, FakeQemu, Script};
-use dormouse_qmp::{Client, CommandError, ConnectOptions, command};
+use dormouse_qmp::reconnect::{Monitor, MonitorOptions, Report};
+use dormouse_qmp::view::fdset::AddedFd;
+use dormouse_qmp::{Address, Client, CommandError, ConnectOptions, command};
 use serde_json::{Value, json};
 
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -28,6 +31,10 @@ fn each_descriptor_reaches_its_own_command_and_none_is_left_open_on_any_path() {
         refused_here_and_there().await;
         dropped_and_timed_out_while_queued().await;
         lost_with_the_connection().await;
+        given_to_qemu_and_taken_back().await;
+        closed_in_good_order().await;
+        attached_again_and_again(idle).await;
+        spoken_to_an_agent_that_is_not_there(idle).await;
         connecting_to_nobody().await;
         settled(idle).await;
         in_flight_when_the_runtime_ends().await;
@@ -168,6 +175,145 @@ async fn lost_with_the_connection() {
     qemu.take_descriptors();
     // Both ends of the connection are closed as well.
     settled(idle - 2).await;
+}
+
+/// What QEMU was given is QEMU's; taking it back, or failing to, opens and closes nothing here.
+async fn given_to_qemu_and_taken_back() {
+    let mut removals = 0;
+    let script = Script::new()
+        .on("closefd", Answer::returns(json!({})))
+        .on_each("remove-fd", move |_| {
+            removals += 1;
+            match removals {
+                1 => Answer::returns(json!({})),
+                2 => Answer::fails("GenericError", "File descriptor named 'fdset-id:0' not found"),
+                _ => Answer::hangs_up(),
+            }
+        });
+    let (qemu, client) = connected(script).await;
+    let idle = open_descriptors();
+    let getfd = command::getfd {
+        fdname: "a".to_owned(),
+    };
+    let closefd = command::closefd {
+        fdname: "a".to_owned(),
+    };
+    let add_fd = command::add_fd {
+        fdset_id: Some(0),
+        opaque: Some("ram".to_owned()),
+    };
+    let remove_fd = command::remove_fd {
+        fdset_id: 0,
+        fd: None,
+    };
+    client.execute_with_fds(&getfd, vec![file()]).await.unwrap();
+    assert_eq!(open_descriptors(), idle + 1, "only the peer's duplicate is open");
+    drop(qemu.take_descriptors());
+    client.execute(&closefd).await.unwrap();
+    settled(idle).await;
+
+    let added = client.execute_with_fds(&add_fd, vec![file()]).await.unwrap();
+    let added: AddedFd = serde_json::from_value(added).unwrap();
+    assert_eq!(added.fdset_id, 0);
+    drop(qemu.take_descriptors());
+    client.execute(&remove_fd).await.unwrap();
+    let error = client.execute(&remove_fd).await.unwrap_err();
+    assert_eq!(error.class(), Some("GenericError"));
+    settled(idle).await;
+
+    // One more on its way in while the removal before it takes the connection along.
+    let removing = client.execute(&remove_fd);
+    let adding = client.execute_with_fds(&add_fd, vec![file()]);
+    let (removed, added) = tokio::join!(removing, adding);
+    assert!(
+        matches!(removed, Err(CommandError::ConnectionLost { .. })),
+        "{removed:?}"
+    );
+    assert!(
+        matches!(added, Err(CommandError::ConnectionLost { .. })),
+        "{added:?}"
+    );
+    drop(qemu.take_descriptors());
+    settled(idle - 2).await;
+}
+
+async fn closed_in_good_order() {
+    let script = Script::new().on("getfd", Answer::nothing());
+    let (qemu, client) = connected(script).await;
+    let idle = open_descriptors();
+    let getfd = command::getfd {
+        fdname: "a".to_owned(),
+    };
+    let pending: Vec<_> = (0..2)
+        .map(|_| {
+            let (client, getfd) = (client.clone(), getfd.clone());
+            tokio::spawn(async move { client.execute_with_fds(&getfd, vec![file()]).await })
+        })
+        .collect();
+    qemu.wait_for("getfd", 1).await;
+    let closing = tokio::spawn({
+        let client = client.clone();
+        async move { client.close().await }
+    });
+    for number in 1..=2 {
+        let received = qemu.wait_for("getfd", number).await;
+        qemu.answer(&received[number - 1], Answer::returns(json!({})));
+    }
+    for command in pending {
+        command.await.unwrap().unwrap();
+    }
+    closing.await.unwrap();
+    let refused = client.execute_with_fds(&getfd, vec![file()]).await.unwrap_err();
+    assert!(
+        matches!(refused, CommandError::ConnectionLost { .. }),
+        "{refused:?}"
+    );
+    qemu.take_descriptors();
+    settled(idle - 2).await;
+}
+
+async fn attached_again_and_again(idle: usize) {
+    settled(idle).await;
+    let script = Script::new()
+        .on("query-status", Answer::returns(json!({"status": "running"})))
+        .on("query-migrate", Answer::returns(json!({})))
+        .on("query-jobs", Answer::returns(json!([])))
+        .on("query-block", Answer::returns(json!([])))
+        .on("query-fdsets", Answer::returns(json!([])));
+    let qemu = FakeQemu::start(script).unwrap();
+    let mut options = MonitorOptions::default();
+    options.back_off.first = Duration::from_millis(1);
+    options.back_off.cap = Duration::from_millis(1);
+    let monitor = Monitor::attach(qemu.path(), options);
+    let mut reports = monitor.subscribe();
+    for _ in 0..5 {
+        while !matches!(reports.next().await, Report::Back { .. }) {}
+        qemu.hang_up();
+    }
+    while !matches!(reports.next().await, Report::Back { .. }) {}
+    // The listener, and both ends of one connection.
+    settled(idle + 3).await;
+    drop(monitor);
+    drop(qemu);
+    settled(idle).await;
+}
+
+async fn spoken_to_an_agent_that_is_not_there(idle: usize) {
+    let (ours, theirs) = std::os::unix::net::UnixStream::pair().unwrap();
+    let agent = Agent::connect(Address::from(ours), AgentOptions::default())
+        .await
+        .unwrap();
+    let error = agent
+        .with_deadline(MOMENT)
+        .execute(&GuestPing {})
+        .await
+        .unwrap_err();
+    assert!(matches!(error, AgentError::Absent { .. }), "{error:?}");
+    assert_eq!(open_descriptors(), idle + 2);
+    drop((agent, theirs));
+    let file = Agent::connect(Address::from(file()), AgentOptions::default()).await;
+    assert!(file.is_err());
+    settled(idle).await;
 }
 
 async fn connecting_to_nobody() {

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use super::*;
 
+mod draining;
 mod random;
 
 /// A connection with a time of its own, which remembers what it was told to do.

@@ -4,7 +4,8 @@
 //! next one waiting for its greeting, insists on the negotiation, executes commands one by one in
 //! their order, echoes ids, keeps received descriptors with the socket until `getfd` or `add-fd`
 //! takes one, and refuses commands it does not know. What it answers is the [`Script`]'s to say;
-//! what happens unasked is the test's, through [`FakeQemu`].
+//! what happens unasked is the test's, through [`FakeQemu`]. A [`Transcript`] of a real QEMU makes a
+//! script that answers as that one did.
 //!
 //! ```
 //! # #[tokio::main(flavor = "current_thread")]
@@ -25,6 +26,7 @@
 
 mod script;
 mod session;
+mod transcript;
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -38,6 +40,7 @@ use tokio::sync::{mpsc, watch};
 use tokio::task::JoinHandle;
 
 pub use script::{Answer, Script};
+pub use transcript::{Exchange, Transcript, TranscriptError};
 
 use session::{Cue, Session};
 

@@ -12,6 +12,7 @@ use super::Received;
 pub struct Script {
     pub(super) greeting: Option<Value>,
     pub(super) chunk_bytes: usize,
+    pub(super) parse_error: Answer,
     answering: HashMap<String, Answering>,
 }
 
@@ -22,6 +23,7 @@ type Answering = Box<dyn FnMut(&Received) -> Answer + Send>;
 pub struct Answer {
     pub(super) delay: Duration,
     pub(super) events: Vec<(String, Value)>,
+    pub(super) events_after: Vec<(String, Value)>,
     pub(super) body: Body,
     pub(super) cut_after_bytes: Option<usize>,
 }
@@ -41,6 +43,7 @@ impl Script {
         Self {
             greeting: None,
             chunk_bytes: usize::MAX,
+            parse_error: Answer::fails("GenericError", "JSON parse error"),
             answering: HashMap::new(),
         }
         .greeting(json!({
@@ -75,6 +78,12 @@ impl Script {
     /// Answers each command of this name with what the function returns.
     pub fn on_each(mut self, name: &str, answer: impl FnMut(&Received) -> Answer + Send + 'static) -> Self {
         self.answering.insert(name.to_owned(), Box::new(answer));
+        self
+    }
+
+    /// Answers a line that is no JSON like this.
+    pub fn on_parse_error(mut self, answer: Answer) -> Self {
+        self.parse_error = answer;
         self
     }
 
@@ -136,6 +145,12 @@ impl Answer {
         self
     }
 
+    /// Sends this event after the answer. Several come in the order of the calls.
+    pub fn with_event_after(mut self, name: &str, data: Value) -> Self {
+        self.events_after.push((name.to_owned(), data));
+        self
+    }
+
     /// Waits before anything is sent, and answers no other command meanwhile, as QEMU does when its
     /// main loop stalls.
     pub fn after(mut self, delay: Duration) -> Self {
@@ -153,6 +168,7 @@ impl Answer {
         Self {
             delay: Duration::ZERO,
             events: Vec::new(),
+            events_after: Vec::new(),
             body,
             cut_after_bytes: None,
         }

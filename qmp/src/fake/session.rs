@@ -104,11 +104,8 @@ impl Session {
         }
         while let Ok(Some(line)) = served.lines.next_line() {
             let Ok(command) = serde_json::from_slice::<Value>(&line) else {
-                self.send(
-                    served,
-                    &error_line(&Value::Null, "GenericError", "JSON parse error"),
-                )
-                .await?;
+                let answer = self.script.parse_error.clone();
+                self.answer(served, &Value::Null, answer).await?;
                 continue;
             };
             self.execute(served, &command).await?;
@@ -164,15 +161,14 @@ impl Session {
                 "Capabilities negotiation is already complete, command ignored",
             ),
             "qmp_capabilities" => Answer::returns(json!({})),
-            name if takes_descriptor(name) && !command.took_descriptor => {
-                Answer::fails("GenericError", "No file descriptor supplied via SCM_RIGHTS")
-            }
-            "getfd" => Answer::returns(json!({})),
-            "add-fd" => Answer::returns(json!({"fdset-id": 0, "fd": 20})),
-            name => Answer::fails(
-                "CommandNotFound",
-                &format!("The command {name} has not been found"),
-            ),
+            name => missing_descriptor(command).unwrap_or_else(|| match name {
+                "getfd" => Answer::returns(json!({})),
+                "add-fd" => Answer::returns(json!({"fdset-id": 0, "fd": 20})),
+                name => Answer::fails(
+                    "CommandNotFound",
+                    &format!("The command {name} has not been found"),
+                ),
+            }),
         }
     }
 
@@ -192,10 +188,14 @@ impl Session {
         match answer.cut_after_bytes {
             Some(cut) => {
                 self.send(served, &bytes[..cut.min(bytes.len())]).await?;
-                Flow::Break(())
+                return Flow::Break(());
             }
-            None => self.send(served, &bytes).await,
+            None => self.send(served, &bytes).await?,
         }
+        for (name, data) in answer.events_after {
+            self.send(served, &event_line(&name, data)).await?;
+        }
+        Flow::Continue(())
     }
 
     async fn send(&mut self, served: &Served, bytes: &[u8]) -> Flow {
@@ -269,6 +269,12 @@ fn with_id(mut answer: Value, id: &Value) -> Value {
 fn line_of(message: &Value) -> Vec<u8> {
     // QEMU ends its lines like this.
     format!("{message}\r\n").into_bytes()
+}
+
+/// What a command gets that needs a descriptor and came without.
+pub(super) fn missing_descriptor(command: &Received) -> Option<Answer> {
+    let is_missing = takes_descriptor(&command.name) && !command.took_descriptor;
+    is_missing.then(|| Answer::fails("GenericError", "No file descriptor supplied via SCM_RIGHTS"))
 }
 
 fn takes_descriptor(name: &str) -> bool {

@@ -10,6 +10,8 @@
 mod open_enum;
 
 pub mod block;
+pub mod fdset;
+pub mod guest;
 pub mod job;
 pub mod machine;
 pub mod migration;

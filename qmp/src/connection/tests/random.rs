@@ -14,6 +14,9 @@ struct Model {
     withdrawn: BTreeSet<u64>,
     settled: HashMap<u64, Outcome>,
     events: u64,
+    /// Those submitted after the closing began.
+    too_late: BTreeSet<u64>,
+    draining: Option<Drain>,
     closed: bool,
 }
 
@@ -22,6 +25,13 @@ enum Kind {
     Plain,
     WithFds,
     OutOfBand,
+}
+
+/// How the end begins.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Drain {
+    Closing,
+    WriteSideLost,
 }
 
 impl Model {
@@ -43,10 +53,18 @@ impl Model {
                 }
             )
         };
-        assert_eq!(self.closed, is_loss(&action), "{action:?}");
+        if self.draining.is_none() || self.closed {
+            assert_eq!(self.closed, is_loss(&action), "{action:?}");
+        }
         match action {
             Action::Transmit { id, line } => {
                 assert!(!self.withdrawn.contains(&id.0) && !self.settled.contains_key(&id.0));
+                assert!(
+                    !self.too_late.contains(&id.0),
+                    "{} came too late to be sent",
+                    id.0
+                );
+                assert_ne!(self.draining, Some(Drain::WriteSideLost));
                 assert!(self.on_the_wire.insert(id.0), "{} is sent twice", id.0);
                 self.transmitted.push(id.0);
                 let kind = self.kind(id.0);
@@ -70,6 +88,16 @@ impl Model {
                     }
                     Outcome::TimedOut | Outcome::Lost(_) => assert!(!self.replied.contains(&id.0)),
                     other => panic!("{other:?}"),
+                }
+                // Before the end only what was not sent is lost, and never will be sent.
+                match (&outcome, self.draining) {
+                    (Outcome::Lost(_), Some(Drain::Closing)) if !self.closed => {
+                        assert!(self.too_late.contains(&id.0));
+                    }
+                    (Outcome::Lost(_), Some(Drain::WriteSideLost)) if !self.closed => {
+                        assert!(!self.transmitted.contains(&id.0));
+                    }
+                    _ => {}
                 }
                 assert!(
                     self.settled.insert(id.0, outcome).is_none(),
@@ -123,11 +151,29 @@ fn one_random_life(seed: u64) {
     let mut bench = Bench::ready();
     let mut model = Model::default();
     let (mut clock, mut events_sent) = (0, 0);
+    let drain = [None, Some(Drain::Closing), Some(Drain::WriteSideLost)][dice.below(3)];
     for id in 1..=200 {
+        if id == 150 {
+            model.draining = drain;
+            match drain {
+                None => {}
+                Some(Drain::Closing) => bench.connection.close(),
+                Some(Drain::WriteSideLost) => bench.connection.lose_write_side(bench.at(clock)),
+            }
+            while let Some(action) = bench.connection.next_action() {
+                model.check(action);
+            }
+            if model.closed {
+                break;
+            }
+        }
         match dice.below(10) {
             0..=3 => {
                 let kind = [Kind::Plain, Kind::Plain, Kind::WithFds, Kind::OutOfBand][dice.below(4)];
                 model.submitted.push((id, kind));
+                if model.draining.is_some() {
+                    model.too_late.insert(id);
+                }
                 bench.connection.submit(Request {
                     out_of_band: kind == Kind::OutOfBand,
                     carries_fds: kind == Kind::WithFds,
@@ -165,6 +211,9 @@ fn one_random_life(seed: u64) {
         while let Some(action) = bench.connection.next_action() {
             model.check(action);
         }
+        if model.closed {
+            break;
+        }
     }
     // One half of the lives end well: QEMU answers all that it has, what is queued follows, until
     // nothing is left.
@@ -179,6 +228,7 @@ fn one_random_life(seed: u64) {
         }
     }
     let settled_before_the_end = model.settled.len();
+    let closed_by_itself = model.closed;
     bench.connection.lose(ConnectionLoss::PeerClosed);
     while let Some(action) = bench.connection.next_action() {
         model.check(action);
@@ -186,6 +236,10 @@ fn one_random_life(seed: u64) {
     assert!(model.closed);
     assert_eq!(model.events, events_sent);
     if ends_well {
+        assert!(
+            drain != Some(Drain::Closing) || closed_by_itself,
+            "seed {seed}: the closing did not come to its end"
+        );
         assert_eq!(
             model.settled.len(),
             settled_before_the_end,

@@ -6,7 +6,7 @@ SHELL := /bin/bash
 # Continuous integration runs everything and tells all failures at the end.
 export NEXTEST_PROFILE ?= $(if $(CI),ci,default)
 
-SCRIPTS := tests/lab/fetch tests/lab/demo .ci/run
+SCRIPTS := tests/lab/fetch tests/lab/demo tests/fuzz/run .ci/run
 
 .PHONY: help
 help: ## this list
@@ -22,6 +22,10 @@ test: lab nextest ## all tests, with real QEMU 7.2, 10.0 and 11.1 (takes root fo
 	cargo test --doc --workspace
 	cargo test -p dormouse-benches --benches
 	cargo nextest run --workspace
+
+.PHONY: fuzz
+fuzz: ## random bytes for what reads QEMU's words, a minute each (takes nightly Rust, cargo-fuzz and a C++ compiler; not in CI)
+	@tests/fuzz/run
 
 .PHONY: lint
 lint: deny ## format, clippy, docs, licences and sources of dependencies

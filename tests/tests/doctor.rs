@@ -14,10 +14,10 @@ fn finding<'a>(diagnosis: &'a Value, subject: &str) -> &'a Value {
 
 #[test]
 fn a_supervised_vm_is_told_its_ways_to_sleep_and_wake() {
-    for (build, maps) in [
-        (QemuBuild::V7_2, false),
-        (QemuBuild::V10_0, true),
-        (QemuBuild::V11_1, true),
+    for (build, maps, mirrors) in [
+        (QemuBuild::V7_2, false, true),
+        (QemuBuild::V10_0, true, false),
+        (QemuBuild::V11_1, true, true),
     ] {
         let scene = Scene::new(build);
         let _supervisor = scene.run();
@@ -29,6 +29,16 @@ fn a_supervised_vm_is_told_its_ways_to_sleep_and_wake() {
         assert_eq!(finding(&diagnosis, "direct engine")["can"], true, "{diagnosis:#}");
         assert_eq!(finding(&diagnosis, "wake by map")["can"], maps, "{diagnosis:#}");
         assert_eq!(finding(&diagnosis, "wake by eager")["can"], true);
+        assert_eq!(
+            finding(&diagnosis, "mirror a disk")["can"],
+            mirrors,
+            "{diagnosis:#}"
+        );
+        assert_eq!(
+            finding(&diagnosis, "take disks back")["can"],
+            maps,
+            "{diagnosis:#}"
+        );
         assert_eq!(diagnosis["blockers"], json!([]));
         assert_eq!(diagnosis["disks"][0]["has_witness"], true);
         assert_eq!(diagnosis["memory"]["direct_bytes"], 64 << 20);
@@ -77,4 +87,5 @@ fn a_qemu_with_private_memory_is_told_the_remedy() {
     assert_eq!(direct["can"], false);
     assert!(direct["detail"].to_string().contains("dormouse run"), "{direct}");
     assert_eq!(diagnosis["memory"], Value::Null);
+    assert!(diagnosis["blockers"].to_string().contains("RAM"), "{diagnosis:#}");
 }

@@ -2,7 +2,9 @@
 
 use std::path::{Path, PathBuf};
 
-use dormouse_qmp::Client;
+use dormouse_qmp::capabilities::{Capabilities, MirrorSafety, mirror_loses_writes};
+use dormouse_qmp::view::machine::RunState;
+use dormouse_qmp::{Client, Greeting};
 use dormouse_storage::{ByteCount, GuestMemory, Layout};
 use serde::{Deserialize, Serialize};
 
@@ -97,14 +99,26 @@ pub async fn diagnose(
     let memory = Memory::of(client, pid).await;
     let mut findings = engine_findings(&memory);
     findings.extend(wake_findings(MemoryBackendAbilities::of(client).await?, &line));
+    findings.extend(qemu_findings(
+        client.greeting(),
+        &*Capabilities::of(client).await?,
+    ));
+    let run_state = monitor::run_state(client).await?;
+    let mut blockers = blockers::all(client, shape, &line, &directory).await?;
+    if memory.is_err() {
+        blockers.push("no engine of this version can save the guest's RAM".to_owned());
+    }
+    if !matches!(run_state, RunState::Running | RunState::Paused) {
+        blockers.push(format!("the guest is neither running nor paused but {run_state}"));
+    }
     let greeting = client.greeting();
     Ok(Diagnosis {
         qemu_version: greeting.version.to_string(),
         qemu_package: greeting.package.clone(),
         pid,
-        run_state: monitor::run_state(client).await?.to_string(),
+        run_state: run_state.to_string(),
         findings,
-        blockers: blockers::all(client, shape, &line, &directory).await?,
+        blockers,
         disks: disk_findings(client, &directory).await?,
         memory: memory.ok().map(measure).transpose()?,
     })
@@ -131,12 +145,12 @@ fn wake_findings(abilities: MemoryBackendAbilities, line: &CommandLine) -> Vec<F
     let map = if !abilities.offset {
         cannot(
             "wake by map",
-            "memory-backend-file of this QEMU has no offset=, which came with QEMU 8.1",
+            "memory-backend-file of this QEMU has no offset=, which came with QEMU 8.1; wake by eager",
         )
     } else if line.shares_memory() {
         cannot(
             "wake by map",
-            "the command line wants memory shared (share=on), and a map is private",
+            "the command line wants memory shared (share=on), and a map is private; wake by eager",
         )
     } else {
         can(
@@ -147,6 +161,55 @@ fn wake_findings(abilities: MemoryBackendAbilities, line: &CommandLine) -> Vec<F
     vec![
         map,
         can("wake by eager", "RAM is read and checked before the guest runs"),
+    ]
+}
+
+/// What QEMU itself brings for saves, moves and migrations.
+fn qemu_findings(greeting: &Greeting, capabilities: &Capabilities) -> Vec<Finding> {
+    let since = |subject: &str, is_there: bool, what: &str, version: &str| {
+        if is_there {
+            can(subject, what)
+        } else {
+            cannot(
+                subject,
+                &format!("this QEMU has it not ({what}); it came with QEMU {version}"),
+            )
+        }
+    };
+    let mirror = match mirror_loses_writes(greeting, capabilities) {
+        MirrorSafety::Safe => can("mirror a disk while the guest writes", "no write is lost"),
+        MirrorSafety::Affected { why } => cannot("mirror a disk while the guest writes", &why),
+        MirrorSafety::NoMirror => cannot(
+            "mirror a disk while the guest writes",
+            "this QEMU has no blockdev-mirror",
+        ),
+    };
+    vec![
+        mirror,
+        since(
+            "make a running mirror converge",
+            capabilities.has_command("block-job-change"),
+            "block-job-change switches it to write-blocking",
+            "8.2",
+        ),
+        since(
+            "take disks back without running the guest",
+            capabilities.has_command("blockdev-set-active"),
+            "blockdev-set-active",
+            "10.0",
+        ),
+        since(
+            "hand RAM over by descriptors",
+            capabilities.has_migration_mode("cpr-transfer"),
+            "migration mode cpr-transfer",
+            "10.0",
+        ),
+        since(
+            "stay alive when a wake fails",
+            capabilities.has_argument("migrate-incoming", "exit-on-error"),
+            "migrate-incoming with exit-on-error",
+            "9.1",
+        ),
     ]
 }
 

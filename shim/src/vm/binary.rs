@@ -100,16 +100,11 @@ pub struct MemoryBackendAbilities {
 impl MemoryBackendAbilities {
     /// Asks the QEMU at the other end.
     pub async fn of(client: &Client) -> Result<Self, CommandError> {
-        let typename = "memory-backend-file".to_owned();
-        let properties = client.execute(&command::qom_list_properties { typename }).await?;
-        let has = |name: &str| {
-            properties
-                .as_array()
-                .is_some_and(|all| all.iter().any(|property| property["name"] == name))
-        };
         Ok(Self {
-            offset: has("offset"),
-            rom: has("rom"),
+            offset: client
+                .has_object_property("memory-backend-file", "offset")
+                .await?,
+            rom: client.has_object_property("memory-backend-file", "rom").await?,
         })
     }
 }

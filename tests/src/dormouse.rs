@@ -44,16 +44,18 @@ impl Dormouse {
 
     /// Starts `guest` as `name` under a foreground supervisor, and waits for its API.
     pub fn run(&self, name: &str, guest: &impl Guest) -> Supervisor {
-        let mut arguments: Vec<OsString> = vec!["run".into(), "--name".into(), name.into()];
-        arguments.push("--".into());
-        arguments.extend(guest.command_line());
-        let mut supervisor = self.supervise(name, "run", &arguments);
+        let mut supervisor = self.start(name, &guest.command_line());
         let api = self.state_dir.join(name).join("api.sock");
         until(&format!("the supervisor of {name}"), || {
             supervisor.must_live();
             api.exists().then_some(())
         });
         supervisor
+    }
+
+    /// Starts a QEMU command line as `name` under a foreground supervisor, and waits for nothing.
+    pub fn start(&self, name: &str, command_line: &[OsString]) -> Supervisor {
+        self.supervise(name, "run", &run_arguments(name, &[], command_line))
     }
 
     /// Wakes `image` as `name` under a foreground supervisor. What comes of it shows in the guest.
@@ -101,11 +103,7 @@ impl Dormouse {
 
     /// Tries to start a QEMU command line as `name`, which must end by itself.
     pub fn try_run(&self, name: &str, options: &[&str], command_line: &[OsString]) -> Outcome {
-        let mut arguments: Vec<OsString> = vec!["run".into(), "--name".into(), name.into()];
-        arguments.extend(options.iter().map(OsString::from));
-        arguments.push("--".into());
-        arguments.extend_from_slice(command_line);
-        self.execute(&arguments)
+        self.execute(&run_arguments(name, options, command_line))
     }
 
     /// The monitor that belongs to the supervisor of `name`.
@@ -184,6 +182,14 @@ fn built_program() -> PathBuf {
     folder
         .expect("a test executable is two folders deep")
         .join("dormouse")
+}
+
+fn run_arguments(name: &str, options: &[&str], command_line: &[OsString]) -> Vec<OsString> {
+    let mut arguments: Vec<OsString> = vec!["run".into(), "--name".into(), name.into()];
+    arguments.extend(options.iter().map(OsString::from));
+    arguments.push("--".into());
+    arguments.extend_from_slice(command_line);
+    arguments
 }
 
 fn wake_arguments(name: &str, image: &Path, options: &[&str]) -> Vec<OsString> {

@@ -3,11 +3,12 @@
 use std::ffi::OsString;
 use std::fs;
 
-use dormouse_tests::{BootSectorGuest, Dormouse, Guest, Lab, PlainQemu, QemuBuild, faults};
+use dormouse_tests::{BootSectorGuest, Dormouse, Guest, Lab, PlainQemu, QemuBuild, faults, until};
 use serde_json::json;
 
 const REFUSED: i32 = 3;
 const UNREACHABLE: i32 = 4;
+const CANCELLED: i32 = 6;
 const KILLED: i32 = 128 + 9;
 
 #[test]
@@ -49,6 +50,25 @@ fn a_command_line_that_qemu_refuses_is_told_and_leaves_nothing() {
         .expect_exit(REFUSED);
     assert!(outcome.stderr.contains("no-such-device"), "{outcome:#?}");
     lab.wait_for_no_qemu();
+}
+
+/// QEMU waits for somebody to connect to a device's socket before it is up.
+#[test]
+fn a_start_that_is_given_up_leaves_no_qemu() {
+    let lab = Lab::new();
+    let dormouse = Dormouse::new(&lab);
+    let guest = BootSectorGuest::new(&lab, QemuBuild::V10_0);
+    let device = format!(
+        "socket,id=late,path={},server=on,wait=on",
+        lab.path("late.sock").display()
+    );
+    let mut line = guest.command_line();
+    line.extend(["-chardev", &device].map(OsString::from));
+    let mut supervisor = dormouse.start("guest", &line);
+    until("QEMU to wait", || lab.path("late.sock").exists().then_some(()));
+    assert_eq!(supervisor.terminate().code(), Some(CANCELLED));
+    lab.wait_for_no_qemu();
+    assert_eq!(faults::files_in(dormouse.state_dir()), Vec::<String>::new());
 }
 
 #[test]

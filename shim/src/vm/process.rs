@@ -76,24 +76,20 @@ impl StartingQemu {
 
     /// Waits until QEMU is up, which it is when its monitor greets.
     pub async fn ready(mut self) -> Result<QemuProcess, Failure> {
-        let mut child = self
-            .child
-            .take()
-            .ok_or_else(|| self.ended("before it was waited for"))?;
-        let client = tokio::select! {
-            client = connect(&self.socket) => client,
-            status = child.wait() => Err(self.ended(&match status {
-                Ok(status) => status.to_string(),
-                Err(error) => error.to_string(),
-            })),
-        };
-        match client {
-            Ok(client) => Ok(QemuProcess { child, client }),
-            Err(failure) => {
-                // Back under the guard that kills it.
-                self.child = Some(child);
-                Err(failure)
-            }
+        // The child stays under the guard while it is waited for: a wait that is given up kills it.
+        let client = match &mut self.child {
+            Some(child) => tokio::select! {
+                client = connect(&self.socket) => client,
+                status = child.wait() => Err(ended(&self.program, &match status {
+                    Ok(status) => status.to_string(),
+                    Err(error) => error.to_string(),
+                })),
+            },
+            None => Err(ended(&self.program, "before it was waited for")),
+        }?;
+        match self.child.take() {
+            Some(child) => Ok(QemuProcess { child, client }),
+            None => Err(ended(&self.program, "while it was waited for")),
         }
     }
 
@@ -106,14 +102,6 @@ impl StartingQemu {
             program: program.to_owned(),
             socket: socket.to_owned(),
         })
-    }
-
-    fn ended(&self, how: &str) -> Failure {
-        Failure::new(
-            Code::Refused,
-            format!("{} ended at its start ({how}); it says why above", self.program),
-        )
-        .with_guest(GuestState::Stopped)
     }
 }
 
@@ -152,6 +140,14 @@ impl QemuProcess {
             .await
             .map_err(|error| Failure::new(Code::Internal, format!("cannot kill QEMU: {error}")))
     }
+}
+
+fn ended(program: &str, how: &str) -> Failure {
+    Failure::new(
+        Code::Refused,
+        format!("{program} ended at its start ({how}); it says why above"),
+    )
+    .with_guest(GuestState::Stopped)
 }
 
 fn command(line: &CommandLine, socket: &Path) -> Result<Command, Failure> {

@@ -10,6 +10,7 @@ use tokio::process::{Child, Command};
 
 use super::Supervision;
 use super::report::Report;
+use super::status;
 use crate::api::client::Supervisor;
 use crate::api::types::Vm;
 use crate::error::{Code, Failure};
@@ -41,7 +42,7 @@ pub async fn detach(name: &str, state: &StateDir, report: &Report) -> Result<Exi
         .map_err(local)?;
     match wait_until_ready(&mut child, &Supervisor::of(state, name)).await? {
         Ok(vm) => {
-            report.result(&vm, &describe(&vm));
+            report.result(&vm, &status::describe(&vm));
             Ok(ExitCode::SUCCESS)
         }
         Err(status) => {
@@ -59,27 +60,6 @@ pub fn settle_in_background(supervision: &Supervision) -> Result<(), Failure> {
             .map_err(|error| Failure::new(Code::Internal, format!("cannot leave the session: {error}")))?;
     }
     Ok(())
-}
-
-/// What a person is told of a VM.
-pub fn describe(vm: &Vm) -> String {
-    let mut text = format!(
-        "{}: {}, QEMU {} (process {})",
-        vm.name, vm.run_state, vm.qemu_version, vm.pid
-    );
-    if let Some(woken) = &vm.woken {
-        let mode = serde_json::to_value(woken.mode).unwrap_or_default();
-        text.push_str(&format!(
-            "\nwoken from {} by {}: {:.0} ms from QEMU's start to running",
-            woken.image.display(),
-            mode.as_str().unwrap_or_default(),
-            woken.start_to_running_ms
-        ));
-    }
-    if let Some(operation) = &vm.operation {
-        text.push_str(&format!("\nhibernation {}: {:?}", operation.id, operation.phase));
-    }
-    text
 }
 
 async fn wait_until_ready(

@@ -53,10 +53,10 @@ async fn bring_up(
     directory: &VmDirectory,
     ram_dir: Option<&Path>,
 ) -> Result<(QemuProcess, Ram), Failure> {
-    let binary = Binary::ask(line.program(), directory.path()).await?;
     let main_ram = if line.names_main_memory() {
         String::new()
     } else {
+        let binary = Binary::ask(line.program(), directory.path()).await?;
         binary.main_ram_name(line)?
     };
     let size = movable_size(line)?;

@@ -4,9 +4,10 @@ use std::process::ExitCode;
 
 use serde_json::json;
 
+use super::StatusArguments;
 use super::report::Report;
-use super::{StatusArguments, detach};
 use crate::api::client::Supervisor;
+use crate::api::types::Vm;
 use crate::error::{Code, Failure};
 use crate::supervisor::state_dir::StateDir;
 
@@ -17,7 +18,7 @@ pub async fn status(
 ) -> Result<ExitCode, Failure> {
     if let Some(name) = arguments.name {
         let vm = Supervisor::of(state, &name).vm().await?;
-        report.result(&vm, &detach::describe(&vm));
+        report.result(&vm, &describe(&vm));
         return Ok(ExitCode::SUCCESS);
     }
     let names = state.names().map_err(|error| {
@@ -32,7 +33,7 @@ pub async fn status(
     for name in names {
         // One VM that does not answer is no reason to hide the others.
         match Supervisor::of(state, &name).vm().await {
-            Ok(vm) => report.result(&vm, &detach::describe(&vm)),
+            Ok(vm) => report.result(&vm, &describe(&vm)),
             Err(failure) => report.result(
                 &json!({"name": name, "error": {"code": failure.code, "message": failure.message}}),
                 &format!("{name}: {failure}"),
@@ -40,4 +41,25 @@ pub async fn status(
         }
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// What a person is told of a VM.
+pub fn describe(vm: &Vm) -> String {
+    let mut text = format!(
+        "{}: {}, QEMU {} (process {})",
+        vm.name, vm.run_state, vm.qemu_version, vm.pid
+    );
+    if let Some(woken) = &vm.woken {
+        let mode = serde_json::to_value(woken.mode).unwrap_or_default();
+        text.push_str(&format!(
+            "\nwoken from {} by {}: {:.0} ms from QEMU's start to running",
+            woken.image.display(),
+            mode.as_str().unwrap_or_default(),
+            woken.start_to_running_ms
+        ));
+    }
+    if let Some(operation) = &vm.operation {
+        text.push_str(&format!("\nhibernation {}: {:?}", operation.id, operation.phase));
+    }
+    text
 }

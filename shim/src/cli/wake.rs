@@ -15,7 +15,7 @@ use crate::machine::wake::runner::{Surroundings, Woken, wake as wake_guest};
 use crate::machine::wake::{Mode, Request};
 use crate::signals::Signals;
 use crate::supervisor::state_dir::{StateDir, checked_name};
-use crate::supervisor::{Supervised, supervise};
+use crate::supervisor::{Supervised, remove_used_up, supervise};
 
 pub async fn wake(arguments: WakeArguments, state: &StateDir, report: &Report) -> Result<ExitCode, Failure> {
     let name = match arguments.name {
@@ -83,8 +83,8 @@ fn after_wake(image: Image, mode: Mode, keep: bool) -> Option<Image> {
     if mode == Mode::Map {
         return Some(image);
     }
-    if !keep && let Err(error) = std::fs::remove_file(image.path()) {
-        tracing::warn!(%error, image = %image.path().display(), "cannot remove the image, which is used up");
+    if !keep {
+        remove_used_up(&image);
     }
     None
 }

@@ -96,7 +96,7 @@ pub struct Handle {
     pub requests: mpsc::Sender<Request>,
     /// The operation that runs or ran last.
     pub operation: watch::Receiver<Option<watch::Receiver<Operation>>>,
-    /// Told the version of every ended operation's document that was read.
+    /// Told the id of an ended operation once somebody has read how it ended.
     pub read: watch::Sender<Option<Uuid>>,
 }
 
@@ -118,14 +118,13 @@ pub async fn supervise(mut supervised: Supervised, mut signals: Signals) -> Resu
     let mut desk = Desk {
         current,
         running: None,
-        shape: handle.shape.clone(),
         waiting: None,
     };
     let status = loop {
         tokio::select! {
             status = supervised.qemu.wait() => break status?,
             signal = signals.next() => desk.signalled(signal, &supervised),
-            Some(request) = requested.recv() => desk.answer(request, &supervised),
+            Some(request) = requested.recv() => desk.answer(request, &handle),
             () = desk.operation_ended() => {
                 if let Some(signal) = desk.waiting.take() {
                     pass_on(signal, &supervised);
@@ -137,13 +136,18 @@ pub async fn supervise(mut supervised: Supervised, mut signals: Signals) -> Resu
     api.stop().await;
     let remove_image = supervised.remove_image;
     drop(supervised.directory);
+    // Only now nobody maps it any more.
     if let Some(image) = supervised.image.filter(|_| remove_image) {
-        // Only now nobody maps it any more.
-        if let Err(error) = std::fs::remove_file(image.path()) {
-            tracing::warn!(%error, image = %image.path().display(), "cannot remove the image that the guest was woken from");
-        }
+        remove_used_up(&image);
     }
     Ok(status)
+}
+
+/// Removes an image whose guest was woken.
+pub fn remove_used_up(image: &Image) {
+    if let Err(error) = std::fs::remove_file(image.path()) {
+        tracing::warn!(%error, image = %image.path().display(), "cannot remove the image, which is used up");
+    }
 }
 
 /// Notes what the machine is made of, and opens the API.
@@ -200,8 +204,6 @@ fn pass_on(signal: Signal, supervised: &Supervised) {
 struct Desk {
     current: watch::Sender<Option<watch::Receiver<Operation>>>,
     running: Option<Running>,
-    /// What the machine was made of at the start.
-    shape: Option<Shape>,
     /// A signal for QEMU that waits for the operation's end.
     waiting: Option<Signal>,
 }
@@ -230,15 +232,15 @@ impl Desk {
         }
     }
 
-    fn answer(&mut self, request: Request, supervised: &Supervised) {
+    fn answer(&mut self, request: Request, handle: &Handle) {
         match request {
             // Whoever asked may be gone by now; the operation goes on, as it would after an answer.
-            Request::Begin(wish, answer) => drop(answer.send(self.begin(wish, supervised))),
+            Request::Begin(wish, answer) => drop(answer.send(self.begin(wish, handle))),
             Request::Cancel(id, answer) => self.cancel(id, answer),
         }
     }
 
-    fn begin(&mut self, wish: NewOperation, supervised: &Supervised) -> Result<Uuid, Failure> {
+    fn begin(&mut self, wish: NewOperation, handle: &Handle) -> Result<Uuid, Failure> {
         if self.running.is_some() {
             return Err(Failure::new(Code::Refused, "another operation is under way"));
         }
@@ -246,14 +248,14 @@ impl Desk {
         let request = hibernate::Request {
             target: absolute(to)?,
             replace,
-            vm_name: supervised.directory.name().to_owned(),
-            command_line: Some(supervised.command_line.clone()),
-            shape: self.shape.clone(),
+            vm_name: handle.name.clone(),
+            command_line: Some(handle.command_line.clone()),
+            shape: handle.shape.clone(),
         };
         let prepared = Prepared::new();
         let (documents, cancel) = (prepared.watch(), prepared.cancel());
         let id = documents.borrow().id;
-        let client = supervised.qemu.client().clone();
+        let client = handle.client.clone();
         let task = tokio::spawn(async move {
             match prepared.drive(client, request).await {
                 Ok(report) => tracing::info!(image = %report.image.display(), "hibernated"),

@@ -25,7 +25,7 @@ pub struct Binary {
 impl Binary {
     /// Starts `program` with no machine at all and asks it. `scratch` is a folder for the monitor's socket.
     pub async fn ask(program: &str, scratch: &Path) -> Result<Self, Failure> {
-        let (binary, fingerprint) = locate(program)?;
+        locate(program)?;
         let socket = scratch.join("ask.sock");
         let arguments = [program, "-machine", "none", "-nodefaults", "-display", "none"].map(str::to_owned);
         let line = CommandLine::parse(&arguments)
@@ -35,16 +35,7 @@ impl Binary {
         let machines: Vec<MachineInfo> = client
             .query(&command::query_machines { compat_props: None })
             .await?;
-        let abilities = MemoryBackendAbilities::of(&client).await?;
-        let greeting = client.greeting();
-        let record = Qemu {
-            version: greeting.version.to_string(),
-            package: greeting.package.clone(),
-            binary: Some(binary),
-            binary_fingerprint: Some(fingerprint),
-            memory_backend_offset: abilities.offset,
-            memory_backend_rom: abilities.rom,
-        };
+        let record = describe(&client, program).await?;
         qemu.kill().await?;
         // A QEMU that is killed leaves its socket.
         let _ = fs::remove_file(&socket);
@@ -86,6 +77,21 @@ impl Binary {
             )
         })
     }
+}
+
+/// What an image remembers of the QEMU at the other end, which was started as `program`.
+pub async fn describe(client: &Client, program: &str) -> Result<Qemu, Failure> {
+    let located = locate(program).ok();
+    let abilities = MemoryBackendAbilities::of(client).await?;
+    let greeting = client.greeting();
+    Ok(Qemu {
+        version: greeting.version.to_string(),
+        package: greeting.package.clone(),
+        binary: located.as_ref().map(|(path, _)| path.clone()),
+        binary_fingerprint: located.map(|(_, fingerprint)| fingerprint),
+        memory_backend_offset: abilities.offset,
+        memory_backend_rom: abilities.rom,
+    })
 }
 
 /// What `memory-backend-file` takes.

@@ -18,7 +18,7 @@ use crate::error::{Code, Failure};
 const POLL: Duration = Duration::from_millis(1);
 
 /// How long QEMU may take from one run state to the next. `stop` drains the disks, which may be slow.
-pub const RUN_STATE_TIMEOUT: Duration = Duration::from_secs(60);
+const RUN_STATE_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The run state now.
 pub async fn run_state(client: &Client) -> Result<RunState, CommandError> {

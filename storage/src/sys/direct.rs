@@ -150,16 +150,20 @@ mod tests {
     use super::*;
     use crate::sys::AlignedBuf;
 
+    fn new_file(path: &Path) -> File {
+        OpenOptions::new()
+            .read(true)
+            .write(true)
+            .create_new(true)
+            .open(path)
+            .unwrap()
+    }
+
     #[test]
     fn what_is_written_directly_is_read_directly_and_an_unaligned_rest_goes_through_the_cache() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("file");
-        let file = OpenOptions::new()
-            .read(true)
-            .write(true)
-            .create_new(true)
-            .open(&path)
-            .unwrap();
+        let file = new_file(&path);
         let direct = DirectFile::beside(&file, &path, true).unwrap();
 
         let mut written = AlignedBuf::zeroed(3 * ALIGNMENT);
@@ -181,12 +185,7 @@ mod tests {
     fn a_read_behind_the_end_is_an_error_not_zeros() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("file");
-        let file = OpenOptions::new()
-            .read(true)
-            .write(true)
-            .create_new(true)
-            .open(&path)
-            .unwrap();
+        let file = new_file(&path);
         file.set_len(ALIGNMENT as u64).unwrap();
         let direct = DirectFile::beside(&file, &path, false).unwrap();
         let mut read = AlignedBuf::zeroed(2 * ALIGNMENT);

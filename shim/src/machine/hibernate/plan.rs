@@ -118,7 +118,7 @@ async fn examine(client: &Client, request: &Request, running: bool) -> Result<Pl
         machine: machine.strip_suffix("-machine").unwrap_or(&machine).to_owned(),
         main_ram: main_ram.and_then(|path| path.strip_prefix("/objects/").map(str::to_owned)),
         cpu: line.cpu().map(str::to_owned),
-        qemu: describe_qemu(client, line.program()).await?,
+        qemu: binary::describe(client, line.program()).await?,
         command_line,
     })
 }
@@ -196,18 +196,4 @@ async fn machine_property(client: &Client, property: &str) -> Result<Option<Stri
     };
     let value: Value = client.execute(&get).await?;
     Ok(value.as_str().filter(|text| !text.is_empty()).map(str::to_owned))
-}
-
-async fn describe_qemu(client: &Client, program: &str) -> Result<Qemu, Failure> {
-    let located = binary::locate(program).ok();
-    let abilities = binary::MemoryBackendAbilities::of(client).await?;
-    let greeting = client.greeting();
-    Ok(Qemu {
-        version: greeting.version.to_string(),
-        package: greeting.package.clone(),
-        binary: located.as_ref().map(|(path, _)| path.clone()),
-        binary_fingerprint: located.map(|(_, fingerprint)| fingerprint),
-        memory_backend_offset: abilities.offset,
-        memory_backend_rom: abilities.rom,
-    })
 }

@@ -59,6 +59,15 @@ impl DirectFile {
         })
     }
 
+    /// A file whose transfers all go through the page cache.
+    pub(crate) fn buffered(file: &File) -> io::Result<Self> {
+        Ok(Self {
+            direct: None,
+            buffered: file.try_clone()?,
+            refused: AtomicBool::new(false),
+        })
+    }
+
     /// Whether aligned transfers go past the page cache.
     pub(crate) fn is_direct(&self) -> bool {
         self.direct.is_some() && !self.refused.load(Ordering::Relaxed)

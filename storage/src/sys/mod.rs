@@ -5,6 +5,7 @@
 //! and writes a range to a file.
 
 mod aligned;
+pub(crate) mod block_device;
 mod direct;
 mod mapping;
 

@@ -109,6 +109,14 @@ fn a_sealed_image_that_is_removed_is_not_found_again() {
     ));
     // And the device is as good as new.
     drop(laboratory.sealed_at(device.path(), false));
+    use_up(device.path());
+    assert!(matches!(
+        Image::open(device.path()).unwrap().remove(),
+        Err(ImageError::NotLocked { .. })
+    ));
+    Image::open_locked(device.path()).unwrap().remove().unwrap();
+    assert_eq!(read_at(&device, 0, 2 * COPY), vec![0; 2 * COPY]);
+    drop(laboratory.sealed_at(device.path(), false));
 }
 
 #[test]

@@ -21,7 +21,7 @@ use super::superblock::{Area, COPY_BYTES, COPY_OFFSETS, FORMAT_VERSION, Superblo
 use super::workers::for_each_chunk;
 use crate::memory::MemoryError;
 use crate::sys::{AlignedBuf, DirectFile};
-use crate::volume::{allocated, leads_to, length_of, open_held};
+use crate::volume::{allocated, leads_to, length_of, open_held, remove};
 use crate::{ByteCount, MemoryFile, Recording, Run};
 
 /// What an image holds and takes.
@@ -249,6 +249,23 @@ impl Image {
         self.superblock = changed;
         self.copy = other;
         Ok(())
+    }
+
+    /// Removes the image for good, not to be found again even after a crash: a file loses its name, a
+    /// block device stays and its superblocks are wiped.
+    ///
+    /// # Errors
+    ///
+    /// [`ImageError::NotLocked`] if it was opened without its lock, [`ImageError::Io`] if the system
+    /// refuses; it is there still, then.
+    pub fn remove(&self) -> Result<(), ImageError> {
+        if !self.locked {
+            return Err(ImageError::NotLocked {
+                path: self.path.clone(),
+            });
+        }
+        // The copy that a change of state did not reach, if there is one: it may say `sealed` yet.
+        remove(&self.file, &self.path, 1 - self.copy)
     }
 
     fn write_copy(&self, superblock: &Superblock, copy: usize) -> io::Result<()> {

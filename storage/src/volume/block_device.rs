@@ -20,8 +20,9 @@
 //! * **Seal.** All that a sealed superblock speaks of was synced before the first sealed copy is sent.
 //!   Each copy is a write of its own, and the other one is whole and of this image meanwhile: a copy
 //!   that is torn by a crash leaves `writing` before the first sync and `sealed` after it.
-//! * **Given up.** The copy at 4096 goes first, because it was sealed first: at no instant is the only
-//!   whole copy one that says `sealed` of a guest that runs on, unless both did when it began.
+//! * **Given up.** The copy at 4096 goes first, because it was sealed first: if only that one was, a
+//!   crash between the two leaves `writing`. Whoever gives up after both were waits for the second sync
+//!   before the guest runs on.
 //!
 //! # What may be overwritten
 //!
@@ -130,17 +131,19 @@ impl DeviceInWriting {
 impl Drop for DeviceInWriting {
     fn drop(&mut self) {
         if self.begun
-            && let Err(error) = wipe(&self.file)
+            // The copy that would be sealed first goes first.
+            && let Err(error) = wipe(&self.file, 1)
         {
             tracing::error!(path = %self.path.display(), %error, "an image that was given up could not be wiped from the device");
         }
     }
 }
 
-/// Makes the image on a device none, durably.
-pub(super) fn wipe(device: &File) -> io::Result<()> {
-    for offset in COPY_OFFSETS.iter().rev() {
-        device.write_all_at(&[0; COPY_BYTES], *offset)?;
+/// Makes the image on a device none, durably. `first` is the copy that goes first: a crash between the
+/// two leaves the other one alone, so it must not be the one that says more of a guest.
+pub(super) fn wipe(device: &File, first: usize) -> io::Result<()> {
+    for copy in [first, 1 - first] {
+        device.write_all_at(&[0; COPY_BYTES], COPY_OFFSETS[copy])?;
         device.sync_data()?;
     }
     Ok(())

@@ -36,7 +36,7 @@ use block_device::DeviceInWriting;
 use file::PartialFile;
 pub(crate) use hold::{leads_to, open_held};
 pub(crate) use lane::Lane;
-pub(crate) use published::{Published, allocated};
+pub(crate) use published::{Published, allocated, remove};
 
 use crate::ByteCount;
 use crate::image::ImageError;

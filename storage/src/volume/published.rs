@@ -3,6 +3,7 @@
 use std::fs::File;
 use std::io;
 use std::ops::Range;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -95,19 +96,10 @@ impl Published {
         Ok(true)
     }
 
-    /// Removes the image for good, so that it is not found again even after a crash.
+    /// Removes the image for good; see [`remove`].
     pub(crate) fn remove(self) -> Result<(), ImageError> {
-        let failed = |source| ImageError::io("remove", &self.path, source);
-        match self.kind {
-            VolumeKind::BlockDevice => block_device::wipe(&self.file).map_err(failed),
-            VolumeKind::File => {
-                std::fs::remove_file(&self.path).map_err(failed)?;
-                let folder = self.path.parent().filter(|folder| !folder.as_os_str().is_empty());
-                File::open(folder.unwrap_or(Path::new(".")))
-                    .and_then(|folder| folder.sync_all())
-                    .map_err(failed)
-            }
-        }
+        // Both copies say the same of a guest.
+        remove(&self.file, &self.path, 1)
     }
 
     fn write_zeros(&self, range: &Range<u64>, run: &Run<'_>) -> Result<(), ImageError> {
@@ -129,10 +121,23 @@ impl Published {
     }
 }
 
+/// Removes an image that is held, so that it is not found again even after a crash: a file loses its
+/// name, a device has both copies of the superblock wiped, first the one that is named.
+pub(crate) fn remove(held: &File, path: &Path, first: usize) -> Result<(), ImageError> {
+    let failed = |source| ImageError::io("remove", path, source);
+    let kind = held.metadata().map_err(failed)?.file_type();
+    if kind.is_block_device() {
+        return block_device::wipe(held, first).map_err(failed);
+    }
+    std::fs::remove_file(path).map_err(failed)?;
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
+    File::open(folder.unwrap_or(Path::new(".")))
+        .and_then(|folder| folder.sync_all())
+        .map_err(failed)
+}
+
 /// Space that an image takes: of a file what the file system says, of a device all up to its end.
 pub(crate) fn allocated(file: &File, end: u64) -> io::Result<ByteCount> {
-    use std::os::unix::fs::{FileTypeExt, MetadataExt};
-
     // The unit of st_blocks, whatever the file system's own.
     const STAT_BLOCK: u64 = 512;
     let metadata = file.metadata()?;

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use crate::sys::DirectFile;
+use crate::sys::{DirectFile, probe};
 
 /// How RAM gets to the disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -51,6 +51,13 @@ pub(super) fn choose(wanted: Option<Backend>, io: &DirectFile) -> Backend {
     }
     match wanted {
         Some(Backend::Buffered) => Backend::Buffered,
-        Some(Backend::Uring | Backend::Pwrite) | None => Backend::Pwrite,
+        Some(Backend::Pwrite) => Backend::Pwrite,
+        Some(Backend::Uring) | None => match probe::why_no_uring() {
+            None => Backend::Uring,
+            Some(error) => {
+                tracing::debug!(%error, "no io_uring here");
+                Backend::Pwrite
+            }
+        },
     }
 }

@@ -6,36 +6,57 @@ use std::sync::Arc;
 
 use super::Backend;
 use crate::image::chunks::CHUNK_BYTES;
+use crate::sys::uring::{Ring, Source};
 use crate::sys::{ALIGNMENT, AlignedBuf, DirectFile, Mapping};
+
+/// Writes that a lane has in flight at most.
+pub(super) const DEPTH: usize = 4;
 
 /// A worker thread's own queue of writes.
 ///
 /// A write may come back before it is on the disk, or even before the disk knows of it; what became of
-/// it is told by a later call, at the latest by [`Lane::finish`]. A lane that is dropped waits for what
-/// the kernel is still reading.
+/// it is told by a later call, at the latest by [`Lane::finish`]. After an error the lane takes no more.
+/// What it writes from stays where it is until the kernel is through with it, also if the lane is dropped.
 #[derive(Debug)]
 pub(crate) struct Lane {
     io: Arc<DirectFile>,
+    /// Absent where each write is waited for.
+    ring: Option<Ring>,
     /// Buffers that came back.
     spare: Vec<AlignedBuf>,
+    /// The first error, until it is told.
+    failed: Option<io::Error>,
 }
 
 impl Lane {
-    pub(super) fn on(io: Arc<DirectFile>, _backend: Backend) -> Self {
+    pub(super) fn on(io: Arc<DirectFile>, backend: Backend, depth: usize) -> Self {
+        let ring = match backend {
+            Backend::Uring => Ring::new(Arc::clone(&io), depth)
+                // The ring that was tried at the start was not refused; one too many can be.
+                .inspect_err(|error| tracing::warn!(%error, "no io_uring for this thread, writing without"))
+                .ok(),
+            Backend::Pwrite | Backend::Buffered => None,
+        };
         Self {
             io,
+            ring,
             spare: Vec::new(),
+            failed: None,
         }
     }
 
     /// Writes `range` of guest RAM from where it lies.
+    ///
+    /// # Errors
+    ///
+    /// Of this write or of an earlier one.
     pub(crate) fn write_mapped(
         &mut self,
         mapping: &Mapping,
         range: &Range<usize>,
         offset: u64,
     ) -> io::Result<()> {
-        mapping.write_at(range, &self.io, offset)
+        self.write(Source::mapped(mapping, range), offset)
     }
 
     /// A buffer for a chunk; what is in it is arbitrary.
@@ -52,6 +73,10 @@ impl Lane {
 
     /// Writes the first `length` bytes of `buffer`, and zeros up to the next multiple of 4 KiB.
     ///
+    /// # Errors
+    ///
+    /// Of this write or of an earlier one.
+    ///
     /// # Panics
     ///
     /// Panics if the buffer is shorter than `length`.
@@ -63,9 +88,7 @@ impl Lane {
     ) -> io::Result<()> {
         let whole = length.next_multiple_of(ALIGNMENT);
         buffer[length..whole].fill(0);
-        let result = self.io.write_all_at(&buffer[..whole], offset);
-        self.spare.push(buffer);
-        result
+        self.write(Source::Buffer(buffer, whole), offset)
     }
 
     /// Waits for all of the lane's writes.
@@ -74,6 +97,50 @@ impl Lane {
     ///
     /// The first error that was not told yet.
     pub(crate) fn finish(&mut self) -> io::Result<()> {
+        while self.ring.as_ref().is_some_and(|ring| !ring.is_idle()) {
+            self.reap(1)?;
+        }
+        self.failed.take().map_or(Ok(()), Err)
+    }
+
+    fn write(&mut self, source: Source, offset: u64) -> io::Result<()> {
+        self.reap(0)?;
+        while self.ring.as_ref().is_some_and(Ring::is_full) {
+            self.reap(1)?;
+        }
+        if let Some(error) = self.failed.take() {
+            return Err(error);
+        }
+        match &mut self.ring {
+            Some(ring) if self.io.is_direct() && offset.is_multiple_of(ALIGNMENT as u64) => {
+                ring.begin(source, offset)
+            }
+            _ => {
+                let result = source.write_from(0, &self.io, offset);
+                self.take_back(source);
+                result
+            }
+        }
+    }
+
+    /// Takes the writes that have ended, and waits for so many.
+    fn reap(&mut self, wait: usize) -> io::Result<()> {
+        let Some(ring) = &mut self.ring else {
+            return Ok(());
+        };
+        for written in ring.reap(wait)? {
+            if let Err(error) = written.result {
+                tracing::warn!(offset = written.offset, %error, "a write failed");
+                self.failed.get_or_insert(error);
+            }
+            self.take_back(written.source);
+        }
         Ok(())
+    }
+
+    fn take_back(&mut self, source: Source) {
+        if let Source::Buffer(buffer, _) = source {
+            self.spare.push(buffer);
+        }
     }
 }

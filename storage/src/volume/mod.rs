@@ -155,7 +155,7 @@ impl Volume {
 
     /// A thread's own queue of writes.
     pub(crate) fn lane(&self) -> Lane {
-        Lane::on(Arc::clone(&self.io), self.backend())
+        Lane::on(Arc::clone(&self.io), self.backend(), lane::DEPTH)
     }
 
     /// Writes what is not RAM: any length, at a multiple of 4 KiB; what is missing to whole pages is

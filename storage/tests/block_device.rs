@@ -11,6 +11,8 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc;
+use std::time::Duration;
 
 use dormouse_storage::{ByteCount, Image, ImageError, ImageState, Progress, Run, TornBecause, VolumeKind};
 use fixture::loop_device::LoopDevice;
@@ -306,6 +308,24 @@ fn a_read_only_device_is_refused_by_its_name() {
         error.to_string(),
         format!("{} is read-only", device.path().display())
     );
+}
+
+#[test]
+fn somebody_who_looks_at_a_device_for_a_moment_is_waited_for() {
+    let laboratory = Laboratory::new();
+    let device = LoopDevice::blank(LENGTH, 512);
+    let looking = File::open(device.path()).unwrap();
+    rustix::fs::flock(&looking, rustix::fs::FlockOperation::LockShared).unwrap();
+    let (created, waiting) = mpsc::channel::<()>();
+    let looker = std::thread::spawn(move || {
+        let early = waiting.recv_timeout(Duration::from_millis(200)).is_ok();
+        drop(looking);
+        early
+    });
+    let writer = laboratory.create_at(device.path(), false, None).unwrap();
+    let _ = created.send(());
+    assert!(!looker.join().unwrap(), "the lock was not waited for");
+    drop(writer);
 }
 
 #[test]

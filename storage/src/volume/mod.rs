@@ -211,6 +211,14 @@ impl Volume {
 
     /// What an error of a write means for an image that needs `needed` bytes.
     pub(crate) fn failed(&self, operation: &'static str, needed: ByteCount, source: io::Error) -> ImageError {
+        if let Place::BlockDevice(device) = &self.place
+            && device.may_be_sealed()
+        {
+            return ImageError::MayBeSealed {
+                path: device.path().to_owned(),
+                source,
+            };
+        }
         if is_out_of_space(&source) {
             let available = self.available().unwrap_or_default();
             return self.no_space(needed, available.unwrap_or_default());

@@ -1,4 +1,4 @@
-//! The image: one file that holds a guest.
+//! The image: one file, or one block device, that holds a guest.
 //!
 //! ```text
 //! 0            superblock, first copy      4 KiB: what this is, its state, where all lies, CRC-32
@@ -13,8 +13,9 @@
 //!
 //! What is guaranteed:
 //!
-//! * **There is no half image.** It is written under a hidden name and gets its own in one step,
-//!   after all of it is on the disk. Whoever writes and gives up leaves nothing.
+//! * **There is no half image.** A file is written under a hidden name and gets its own in one step,
+//!   after all of it is on the disk; a block device says `writing` until then. Whoever writes and gives
+//!   up leaves nothing. How, is told in `volume`.
 //! * **Nothing that failed a check is handed on.** Every byte is under a CRC-32; lengths are
 //!   checked against limits and the file before anything is allocated or parsed.
 //! * **An image wakes once.** Its state says how far that went ([`ImageState`]); a change is

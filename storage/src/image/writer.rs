@@ -32,7 +32,7 @@ use crate::{ByteCount, GuestMemory, Run};
 pub struct CreateOptions {
     /// Whether a used image at the target may be replaced. A file that is not an image, an image that
     /// holds a guest, and what is in use never are; a block device is overwritten whatever else is on
-    /// it.
+    /// it, and from the beginning on.
     pub replace: bool,
     /// Id of the new image.
     pub image_id: Uuid,

@@ -35,6 +35,8 @@
 //! | an image of a later format | [`ImageError::NewerFormat`] | [`ImageError::NewerFormat`] |
 //! | anything else | [`ImageError::NotAnImage`] | yes: a device is made to be overwritten, a file that is no image never is |
 //!
+//! What is overwritten is gone from the beginning on, not only from the seal on as it is with files.
+//!
 //! A device on which neither the seal nor the wipe worked is told as [`ImageError::MayBeSealed`]. One
 //! that is in use (mounted, swap, part of another device, or held by another Dormouse), read-only
 //! or of larger sectors than 4096 bytes is refused in any case.

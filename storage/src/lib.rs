@@ -23,6 +23,7 @@ mod byte_count;
 pub mod image;
 pub mod memory;
 pub mod migration;
+mod rate_limit;
 mod run;
 #[allow(unsafe_code)]
 mod sys;
@@ -30,8 +31,9 @@ mod volume;
 
 pub use byte_count::ByteCount;
 pub use image::{
-    BlockPlacement, BlockSize, Corruption, CreateOptions, Image, ImageError, ImageState, ImageWriter, Layout,
-    LayoutError, Manifest, MemoryWritten, Mismatch, SealedImage, TornBecause, Usage, Verified,
+    BlockPlacement, BlockSize, Compression, Corruption, CreateOptions, Image, ImageError, ImageKey,
+    ImageState, ImageWriter, Layout, LayoutError, Manifest, MemoryWritten, Mismatch, SealedImage,
+    TornBecause, Usage, Verified,
 };
 pub use memory::{GuestMemory, MemoryError, MemoryFile};
 pub use migration::{

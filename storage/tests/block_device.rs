@@ -64,7 +64,7 @@ fn zeros_read_as_zeros_in_place_after_the_space_was_given_back() {
     for sector_bytes in [512, 4096] {
         let laboratory = Laboratory::new();
         let device = LoopDevice::with_old_data(LENGTH, sector_bytes);
-        let sealed = laboratory.sealed_at(device.path(), true);
+        let mut sealed = laboratory.sealed_at(device.path(), true);
         assert!(working(|run| sealed.give_back(run)).unwrap());
         drop(sealed);
         let image = Image::open(device.path()).unwrap();

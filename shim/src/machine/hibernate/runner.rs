@@ -204,7 +204,7 @@ impl Work {
             let options = CreateOptions {
                 replace,
                 image_id,
-                backend: None,
+                ..CreateOptions::default()
             };
             let mut writer = ImageWriter::create(&target, plan.layout.clone(), options)?;
             writer.reserve(DEVICE_STATE_BOUND)?;
@@ -283,7 +283,7 @@ impl Work {
                 cancelled: interrupt.flag(),
             };
             let written = write_memory(&mut writer, &plan, &run)?;
-            writer.write_pages(&recording)?;
+            writer.write_pages(&recording, &run)?;
             Ok((writer, recording, written))
         });
         let outcome = self.interrupt.or(joined(&mut task)).await;
@@ -347,7 +347,7 @@ impl Work {
             )
             .with_guest(GuestState::Paused));
         }
-        if let Some(sealed) = self.sealed.take() {
+        if let Some(mut sealed) = self.sealed.take() {
             // Space that is not given back is no reason to call a sealed image a failure.
             let given_back = blocking(move || {
                 let run = Run {

@@ -99,6 +99,16 @@ pub enum ImageError {
         /// The limit.
         limit: u32,
     },
+    /// The seal of an image on a block device failed, and so did wiping it: what is found there the next
+    /// time may be a sealed image of a guest that runs on.
+    #[error("could not seal the image on {path}, nor wipe it: it may be found whole there and must not be woken", path = path.display())]
+    MayBeSealed {
+        /// The device.
+        path: PathBuf,
+        /// Why it could not be sealed.
+        #[source]
+        source: io::Error,
+    },
     /// The image was opened for reading only, but a state change needs
     /// [`Image::open_locked`](super::Image::open_locked).
     #[error("{path} was opened without its lock and cannot be changed", path = path.display())]

@@ -26,14 +26,18 @@
 //! Their difference here is small: the number of the RAM section (2 in 7.2, 1 in 10.0 and later),
 //! and a switchover command before the RAM section's end from 10.0 on.
 
+mod cursor;
 mod parse;
 mod precopy;
+mod page_sink;
 mod recording;
 mod wire;
 
 use std::ops::Deref;
 
+pub(crate) use parse::receive;
 pub use precopy::{PrecopyError, try_write_precopy, write_precopy};
+pub(crate) use page_sink::{PageSink, ReceiveError};
 pub use recording::{Recording, StreamBlock};
 pub use wire::{PAGE_BYTES, STREAM_LIMIT};
 

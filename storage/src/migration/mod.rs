@@ -27,18 +27,22 @@
 //! and a switchover command before the RAM section's end from 10.0 on.
 
 mod cursor;
+mod multifd;
+mod page_sink;
 mod parse;
 mod precopy;
-mod page_sink;
 mod recording;
 mod wire;
 
 use std::ops::Deref;
 
+pub(crate) use multifd::MULTIFD_MAGIC;
+pub use multifd::{MULTIFD_OPENING_BYTES, MULTIFD_PACKET_BYTES, MultifdError, MultifdOpening, MultifdPacket};
+pub(crate) use page_sink::{PageSink, ReceiveError};
 pub(crate) use parse::receive;
 pub use precopy::{PrecopyError, try_write_precopy, write_precopy};
-pub(crate) use page_sink::{PageSink, ReceiveError};
 pub use recording::{Recording, StreamBlock};
+pub(crate) use wire::MAGIC as STREAM_MAGIC;
 pub use wire::{PAGE_BYTES, STREAM_LIMIT};
 
 use crate::ByteCount;

@@ -82,7 +82,7 @@ fn zeros_are_written_to_a_device_that_cannot_make_them_and_that_can_be_cancelled
     let laboratory = Laboratory::new();
     let device = LoopDevice::without_zeroing(LENGTH);
     device.fill_with_old_data();
-    let sealed = laboratory.sealed_at(device.path(), true);
+    let mut sealed = laboratory.sealed_at(device.path(), true);
     let (progress, cancelled) = (Progress::new(sealed.zero()), AtomicBool::new(true));
     let run = Run {
         threads: 1,

@@ -1,8 +1,9 @@
 //! Writing an image.
 //!
 //! ```text
-//! create ──► reserve ──► write_memory (each big block) ──► write_pages (the rest) ──► seal ──► SealedImage
-//!    └──────────┴──────────────────┴───────────────────────────┴── dropped, failed or cancelled: nothing stays
+//! create ──► reserve ──┬► write_memory (each big block) ──► write_pages (the rest) ─┬► seal ──► SealedImage
+//!    │          │        └► write_incoming (all of it) ──────────────────────────────┤
+//!    └──────────┴────────────────────────────────────────────────────────────────────┴── dropped, failed or cancelled: nothing stays
 //! ```
 //!
 //! Every block of the layout must have been written when the image is sealed, each once, each
@@ -24,9 +25,11 @@ use super::codec::Codec;
 use super::compression::Compression;
 use super::key::ImageKey;
 use super::manifest::{MANIFEST_LIMIT, Manifest};
+use super::received::Received;
 use super::sealed::{SealedImage, write_tables};
 use super::workers::for_each_chunk;
 use super::{ImageError, Layout, Mismatch};
+use crate::incoming::Incoming;
 use crate::migration::{PageContent, Recording};
 use crate::rate_limit::RateLimit;
 use crate::volume::{Backend, Volume, VolumeKind};
@@ -222,6 +225,38 @@ impl ImageWriter {
             self.chunks[index] = Some(self.write_block_pages(index, recording, in_stream, run)?);
         }
         Ok(())
+    }
+
+    /// Writes all RAM of a guest from a migration, as it comes, to its end. What follows RAM in the migration must
+    /// not be longer than `tail_bound`. One thread works for each connection, whatever `run` says.
+    ///
+    /// # Errors
+    ///
+    /// [`ImageError::Mismatch`] if a block was written before or is not all there; [`ImageError::Incoming`] with
+    /// what is wrong with the migration; [`ImageError::Cancelled`], within 100 ms even if nothing
+    /// comes; [`ImageError::NoSpace`] and [`ImageError::Io`] from the disk.
+    pub fn write_incoming(
+        &mut self,
+        incoming: Incoming,
+        tail_bound: ByteCount,
+        run: &Run<'_>,
+    ) -> Result<(Recording, MemoryWritten), ImageError> {
+        for block in self.layout.blocks().to_vec() {
+            self.block_to_write(&block.name, block.length)?;
+        }
+        let received = Received::by(self.chunk_writer(run.cancelled));
+        let recording = incoming.receive(&self.layout, tail_bound, &received, run)?;
+        let chunks = received.into_chunks();
+        let written = chunks.iter().flatten().map(|chunks| written(chunks)).fold(
+            MemoryWritten::default(),
+            |all, block| MemoryWritten {
+                data: all.data + block.data,
+                stored: all.stored + block.stored,
+                zero: all.zero + block.zero,
+            },
+        );
+        self.chunks = chunks;
+        Ok((recording, written))
     }
 
     /// Makes the image whole and gives it its name, in this order: chunk table, device state,

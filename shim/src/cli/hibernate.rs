@@ -17,6 +17,7 @@ use crate::machine::hibernate::machine::CancelAnswer;
 use crate::signals::Signals;
 use crate::supervisor::operation::Prepared;
 use crate::supervisor::state_dir::{StateDir, VmRecord};
+use crate::vm::engine::Wish;
 
 pub async fn hibernate(
     arguments: HibernateArguments,
@@ -25,21 +26,21 @@ pub async fn hibernate(
 ) -> Result<ExitCode, Failure> {
     let to = std::path::absolute(&arguments.to)
         .map_err(|error| Failure::new(Code::Usage, format!("{}: {error}", arguments.to.display())))?;
-    let replace = arguments.replace;
+    let (replace, engine) = (arguments.replace, arguments.engine);
     let progress = report.progress();
     let outcome = match (&arguments.name, &arguments.qmp) {
         (Some(name), _) => {
             let supervisor = Supervisor::of(state, name);
             by_supervisor(
                 &supervisor,
-                NewOperation::Hibernate { to, replace },
+                NewOperation::Hibernate { to, replace, engine },
                 &progress,
                 report,
             )
             .await
             .map_err(|failure| with_hint(failure, state, name))
         }
-        (None, Some(socket)) => by_ourselves(socket, to, replace, &progress).await,
+        (None, Some(socket)) => by_ourselves(socket, to, replace, engine, &progress).await,
         (None, None) => Err(Failure::new(Code::Usage, "name a VM, or a monitor with --qmp")),
     };
     progress.finish();
@@ -108,6 +109,7 @@ async fn by_ourselves(
     socket: &Path,
     target: PathBuf,
     replace: bool,
+    engine: Wish,
     progress: &Progress,
 ) -> Result<Hibernated, Failure> {
     let mut signals = Signals::watch()?;
@@ -117,6 +119,7 @@ async fn by_ourselves(
     let request = Request {
         target,
         replace,
+        engine,
         vm_name,
         command_line,
         shape: shape.flatten(),
@@ -168,9 +171,16 @@ fn describe(hibernated: &Hibernated) -> String {
     let took = |phase: &str| hibernated.timings_ms.get(phase).copied().unwrap_or_default();
     let memory_ms = took("SavingMemory");
     let rate = hibernated.data_bytes as f64 / 1e6 / memory_ms.max(0.001);
+    let passed_over = hibernated
+        .choice
+        .passed_over
+        .iter()
+        .map(|why| format!("\n{why}"))
+        .collect::<String>();
     format!(
-        "hibernated to {}\npaused {:.0} ms: device state {:.0} ms, RAM {:.0} ms ({} at {rate:.2} GB/s, {} of zeros left out), seal {:.0} ms",
+        "hibernated to {} (engine: {})\npaused {:.0} ms: device state {:.0} ms, RAM {:.0} ms ({} at {rate:.2} GB/s, {} of zeros left out), seal {:.0} ms{passed_over}",
         hibernated.image.display(),
+        hibernated.choice.engine.name(),
         hibernated.pause_ms,
         took("SavingDevices"),
         memory_ms,

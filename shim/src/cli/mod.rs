@@ -19,6 +19,7 @@ use tracing_subscriber::EnvFilter;
 use crate::error::{Code, Failure};
 use crate::machine::wake::Mode;
 use crate::supervisor::state_dir::StateDir;
+use crate::vm::engine::Wish;
 use report::Report;
 
 /// Hibernates and wakes QEMU virtual machines.
@@ -95,6 +96,9 @@ struct HibernateArguments {
     /// Replace an image that is there already, once the new one is complete
     #[arg(long)]
     replace: bool,
+    /// How RAM gets into the image
+    #[arg(long, value_enum, default_value_t)]
+    engine: Wish,
 }
 
 #[derive(Debug, Args)]

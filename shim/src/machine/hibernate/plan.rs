@@ -13,6 +13,7 @@ use serde_json::Value;
 use super::Request;
 use crate::error::{Code, Failure, GuestState, sentence};
 use crate::vm::command_line::CommandLine;
+use crate::vm::engine::{self, Choice};
 use crate::vm::memory::{DEVICE_STATE_BOUND, Memory};
 use crate::vm::{binary, blockers, disks, monitor, process};
 
@@ -27,6 +28,8 @@ pub struct Plan {
     pub directory: PathBuf,
     /// Its RAM.
     pub memory: Memory,
+    /// How that gets into the image.
+    pub choice: Choice,
     /// Where everything will be in the image.
     pub layout: Layout,
     /// The machine type, resolved.
@@ -87,19 +90,14 @@ async fn examine(client: &Client, request: &Request, running: bool) -> Result<Pl
 
     check_target(&request.target, request.replace)?;
     let memory = Memory::of(client, pid).await?;
-    if memory.shared.is_empty() {
-        return Err(Failure::new(
-            Code::Refused,
-            "no RAM block of this machine is named like its memory backend; machine types before 4.0 are not supported",
-        ));
-    }
-    if let Some(block) = memory.shared.iter().find(|block| block.is_at(&request.target)) {
+    let choice = engine::choose(request.engine, &engine::Facts::of(client, &memory).await?)?;
+    if let Some(block) = memory.backends.iter().find(|block| block.is_at(&request.target)) {
         return Err(Failure::new(
             Code::Refused,
             format!(
                 "{} is the guest's own RAM block {}",
                 request.target.display(),
-                block.name
+                block.id
             ),
         ));
     }
@@ -114,6 +112,7 @@ async fn examine(client: &Client, request: &Request, running: bool) -> Result<Pl
         pid,
         directory,
         memory,
+        choice,
         layout,
         machine: machine.strip_suffix("-machine").unwrap_or(&machine).to_owned(),
         main_ram: main_ram.and_then(|path| path.strip_prefix("/objects/").map(str::to_owned)),
@@ -127,7 +126,7 @@ impl Plan {
     /// The longest device stream that is read: small RAM blocks, as page records, and the devices.
     pub fn stream_bound(&self) -> ByteCount {
         // A page record has at most a name (256 bytes) beside its page; 1/8 covers headers of 512 bytes per page.
-        let streamed = self.memory.streamed_total().0;
+        let streamed = self.memory.other_total().0;
         ByteCount(streamed + streamed / 8 + DEVICE_STATE_BOUND.0)
     }
 

@@ -10,34 +10,26 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use dormouse_qmp::view::machine::RunState;
-use dormouse_qmp::view::migration::MigrationStatus;
 use dormouse_qmp::{Client, Events, Heard, command};
 use dormouse_storage::image::manifest::{Backend, Guest, GuestState as SavedState, Manifest, RamBlock};
 use dormouse_storage::{
-    ByteCount, CreateOptions, GuestMemory, ImageWriter, MemoryWritten, Progress, Recording, Run, SealedImage,
-    WORKER_THREADS,
+    CreateOptions, ImageWriter, MemoryWritten, Progress, Recording, Run, SealedImage, WORKER_THREADS,
 };
-use tokio::io::AsyncReadExt;
-use tokio::net::UnixStream;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::Instant;
 use uuid::Uuid;
 
+use super::direct::{self, Source};
 use super::machine::{CancelAnswer, Effect, GiveBack, Input, Machine, Phase};
 use super::plan::{Plan, preflight};
 use super::{Report, Request};
 use crate::error::{Code, Failure, GuestState, sentence};
 use crate::machine::effect::{blocking, joined, milliseconds, out_of_order};
 use crate::machine::interrupt::Interrupt;
+use crate::vm::engine::Choice;
 use crate::vm::memory::DEVICE_STATE_BOUND;
 use crate::vm::monitor::{self, MigrationSettings, wait_for_migration_end, wait_for_run_state};
 use crate::vm::process::ProcessEnd;
-
-/// The name under which QEMU gets its end of the socket for the device state.
-const STREAM_FD: &str = "dormouse-device-state";
-
-/// How long QEMU may take from the end of the stream to `completed`, and to let go of a cancelled migration.
-const MIGRATION_END_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// How long `stop` may take.
 const STOP_TIMEOUT: Duration = Duration::from_secs(600);
@@ -56,6 +48,8 @@ const QUIT_TIMEOUT: Duration = Duration::from_secs(60);
 pub struct Told {
     /// Where it is.
     pub phase: Phase,
+    /// How RAM gets into the image, once that is known.
+    pub choice: Option<Choice>,
     /// How much RAM is dealt with; meaningful in `SavingMemory`.
     pub progress: Arc<Progress>,
 }
@@ -71,7 +65,7 @@ pub async fn hibernate(
     mut cancels: mpsc::Receiver<Cancel>,
 ) -> Result<Report, Failure> {
     let progress = Arc::clone(&told.borrow().progress);
-    let mut work = Work::new(client.clone(), request, progress);
+    let mut work = Work::new(client.clone(), request, progress, told.clone());
     let (mut machine, first) = Machine::begin();
     let mut next = Some(first);
     while let Some(effect) = next {
@@ -114,12 +108,14 @@ struct Work {
     client: Client,
     request: Request,
     progress: Arc<Progress>,
+    told: watch::Sender<Told>,
     interrupt: Interrupt,
     image_id: Uuid,
     plan: Option<Arc<Plan>>,
     writer: Option<ImageWriter>,
     settings: Option<MigrationSettings>,
     recording: Option<Recording>,
+    sources: Vec<Source>,
     written: MemoryWritten,
     sealed: Option<SealedImage>,
     /// Threads that write an image that nobody wants any more; they end when the storage lets them.
@@ -130,17 +126,19 @@ struct Work {
 }
 
 impl Work {
-    fn new(client: Client, request: Request, progress: Arc<Progress>) -> Self {
+    fn new(client: Client, request: Request, progress: Arc<Progress>, told: watch::Sender<Told>) -> Self {
         Self {
             client,
             request,
             progress,
+            told,
             interrupt: Interrupt::new(),
             image_id: Uuid::new_v4(),
             plan: None,
             writer: None,
             settings: None,
             recording: None,
+            sources: Vec::new(),
             written: MemoryWritten::default(),
             sealed: None,
             abandoned: None,
@@ -192,7 +190,9 @@ impl Work {
 
     async fn preflight(&mut self) -> Result<(), Failure> {
         let plan = preflight(&self.client, &self.request).await?;
-        self.progress.expect(plan.memory.shared_total());
+        self.progress.expect(plan.memory.guest_total());
+        self.told
+            .send_modify(|told| told.choice = Some(plan.choice.clone()));
         self.plan = Some(Arc::new(plan));
         Ok(())
     }
@@ -225,60 +225,31 @@ impl Work {
         Ok(())
     }
 
-    /// Has QEMU migrate its devices into a socket pair, of which we hold the other end.
+    /// Has QEMU send its devices, and learns where the memory is.
     async fn save_devices(&mut self) -> Result<(), Failure> {
         let plan = self.plan()?;
         // Known before they are changed, so that an interrupt at any point leaves something to put back.
-        let settings = MigrationSettings::find(&self.client, &["events", "x-ignore-shared"]).await?;
+        let settings = direct::find_settings(&self.client, &plan).await?;
         self.settings.insert(settings).apply(&self.client).await?;
-        let mut stream = monitor::pass_stream(&self.client, STREAM_FD).await?;
-        let uri = Some(format!("fd:{STREAM_FD}"));
-        self.client
-            .execute(&command::migrate {
-                uri,
-                channels: None,
-                detach: None,
-                resume: None,
-            })
-            .await?;
-        let bytes = read_to_bound(&mut stream, plan.stream_bound()).await?;
-        let migration = wait_for_migration_end(&self.client, MIGRATION_END_TIMEOUT).await?;
-        if migration.status != Some(MigrationStatus::Completed) {
-            let why = migration
-                .error_desc
-                .unwrap_or_else(|| "QEMU gives no reason".to_owned());
-            return Err(Failure::new(
-                Code::Refused,
-                format!("QEMU could not save its devices: {why}"),
-            ));
-        }
-        wait_for_run_state(&self.client, "postmigrate", |state| {
-            *state == RunState::Postmigrate
-        })
-        .await?;
-        let recording = Recording::parse(&bytes).map_err(|error| {
-            Failure::new(
-                Code::Internal,
-                format!("cannot read QEMU's device state: {}", sentence(&error)),
-            )
-        })?;
-        check_recording(&recording, &plan)?;
+        let (recording, sources) = direct::record(&self.client, &plan).await?;
         self.recording = Some(recording);
+        self.sources = sources;
         Ok(())
     }
 
     async fn save_memory(&mut self) -> Result<(), Failure> {
-        let plan = self.plan()?;
+        let sources = std::mem::take(&mut self.sources);
         let mut writer = self.writer.take().ok_or_else(out_of_order)?;
         let recording = self.recording.take().ok_or_else(out_of_order)?;
         let (progress, interrupt) = (Arc::clone(&self.progress), self.interrupt.clone());
+        progress.expect(sources.iter().map(|source| source.length).sum());
         let mut task = tokio::task::spawn_blocking(move || {
             let run = Run {
                 threads: WORKER_THREADS,
                 progress: &progress,
                 cancelled: interrupt.flag(),
             };
-            let written = write_memory(&mut writer, &plan, &run)?;
+            let written = direct::write_memory(&mut writer, sources, &run)?;
             writer.write_pages(&recording)?;
             Ok((writer, recording, written))
         });
@@ -394,7 +365,7 @@ impl Work {
         // A descriptor that QEMU did not use stays open in it for ever. Once used it is gone, and this fails.
         let _ = client
             .execute(&command::closefd {
-                fdname: STREAM_FD.to_owned(),
+                fdname: direct::STREAM_FD.to_owned(),
             })
             .await;
         match self.settings.take() {
@@ -440,7 +411,6 @@ impl Work {
 
     async fn manifest(&self, was_running: bool) -> Result<Manifest, Failure> {
         let plan = self.plan()?;
-        let shared = |name: &str| plan.memory.is_shared(name);
         Ok(Manifest {
             created_unix_ms: SystemTime::now()
                 .duration_since(UNIX_EPOCH)
@@ -459,9 +429,9 @@ impl Work {
                 .map(|block| RamBlock {
                     name: block.name.clone(),
                     length_bytes: block.length.0,
-                    backend: shared(&block.name).then(|| Backend {
-                        id: block.name.clone(),
-                        kind: "memory-backend-file".to_owned(),
+                    backend: plan.memory.backend(&block.name).map(|backend| Backend {
+                        id: backend.id.clone(),
+                        kind: backend.kind.clone(),
                     }),
                 })
                 .collect(),
@@ -480,7 +450,7 @@ impl Work {
                 .iter()
                 .map(|(phase, elapsed)| (format!("{phase:?}"), *elapsed))
                 .collect(),
-            engine: "direct".to_owned(),
+            engine: plan.choice.engine.name().to_owned(),
         })
     }
 
@@ -490,6 +460,7 @@ impl Work {
 
     fn report(self) -> Result<Report, Failure> {
         Ok(Report {
+            choice: self.plan()?.choice.clone(),
             image: self.request.target,
             image_id: self.image_id,
             data: self.written.data,
@@ -510,87 +481,4 @@ fn still_stopped(state: &RunState) -> Result<(), Failure> {
         Code::Refused,
         format!("somebody else changed the guest's run state to {state} while its memory was being saved"),
     ))
-}
-
-/// The memory that we read ourselves, block by block.
-fn write_memory(writer: &mut ImageWriter, plan: &Plan, run: &Run<'_>) -> Result<MemoryWritten, Failure> {
-    let mut written = MemoryWritten::default();
-    for block in &plan.memory.shared {
-        let file = block.file.try_clone().map_err(|error| {
-            Failure::new(
-                Code::Internal,
-                format!("cannot hold RAM block {}: {error}", block.name),
-            )
-        })?;
-        let memory = GuestMemory::map(file, block.length).map_err(|error| {
-            Failure::new(
-                Code::StorageIo,
-                format!("cannot map RAM block {}: {}", block.name, sentence(&error)),
-            )
-        })?;
-        let part = writer.write_memory(&block.name, &memory, run)?;
-        written.data += part.data;
-        written.zero += part.zero;
-    }
-    Ok(written)
-}
-
-/// Reads until the end. More than `bound` means that QEMU streams RAM that we meant to read ourselves.
-async fn read_to_bound(stream: &mut UnixStream, bound: ByteCount) -> Result<Vec<u8>, Failure> {
-    let mut bytes = Vec::new();
-    stream
-        .take(bound.0 + 1)
-        .read_to_end(&mut bytes)
-        .await
-        .map_err(|error| {
-            Failure::new(
-                Code::Unreachable,
-                format!("QEMU's device state broke off: {error}"),
-            )
-        })?;
-    if bytes.len() as u64 > bound.0 {
-        return Err(Failure::new(
-            Code::Refused,
-            format!("QEMU sends more than {bound} of device state; it does not leave out the shared RAM"),
-        ));
-    }
-    Ok(bytes)
-}
-
-/// The stream must name the blocks that were planned and carry no page of those that we read ourselves.
-fn check_recording(recording: &Recording, plan: &Plan) -> Result<(), Failure> {
-    let blocks = recording.blocks();
-    for planned in plan.layout.blocks() {
-        match blocks.iter().find(|block| block.name == planned.name) {
-            Some(block) if block.used_length == planned.length => {}
-            Some(block) => {
-                return Err(Failure::new(
-                    Code::Refused,
-                    format!(
-                        "RAM block {} changed from {} to {}",
-                        planned.name, planned.length, block.used_length
-                    ),
-                ));
-            }
-            None => {
-                return Err(Failure::new(
-                    Code::Refused,
-                    format!("QEMU's device state does not name RAM block {}", planned.name),
-                ));
-            }
-        }
-    }
-    if let Some(page) = recording
-        .pages()
-        .find(|page| plan.memory.is_shared(&blocks[page.block].name))
-    {
-        return Err(Failure::new(
-            Code::Refused,
-            format!(
-                "QEMU streams RAM block {} although it is shared",
-                blocks[page.block].name
-            ),
-        ));
-    }
-    Ok(())
 }

@@ -26,6 +26,7 @@ pub mod migration;
 mod run;
 #[allow(unsafe_code)]
 mod sys;
+mod volume;
 
 pub use byte_count::ByteCount;
 pub use image::{
@@ -38,3 +39,4 @@ pub use migration::{
     write_precopy,
 };
 pub use run::{Progress, Run, WORKER_THREADS};
+pub use volume::{Backend, VolumeKind};

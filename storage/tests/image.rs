@@ -56,7 +56,7 @@ fn what_the_image_tells_of_itself_is_what_was_written() {
     let laboratory = Laboratory::new();
     let sealed = laboratory.sealed();
     let reserved = sealed.allocated().unwrap();
-    sealed.give_back().unwrap();
+    working(|run| sealed.give_back(run)).unwrap();
     let allocated = sealed.allocated().unwrap();
     assert!(allocated < reserved, "{allocated} of {reserved}");
     assert_eq!(sealed.path(), laboratory.target());

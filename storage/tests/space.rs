@@ -60,6 +60,7 @@ fn writer_on(disk: &SmallDisk, ram: ByteCount) -> ImageWriter {
     let options = CreateOptions {
         replace: false,
         image_id: Uuid::new_v4(),
+        backend: None,
     };
     ImageWriter::create(&disk.path().join("image"), layout, options).expect("create")
 }
@@ -102,6 +103,7 @@ fn what_was_reserved_is_there_even_if_others_fill_the_disk() {
     let options = CreateOptions {
         replace: false,
         image_id: Uuid::new_v4(),
+        backend: None,
     };
     let mut writer = ImageWriter::create(&target, laboratory.layout(), options).unwrap();
     writer.reserve(ByteCount::mib(1)).unwrap();
@@ -113,7 +115,7 @@ fn what_was_reserved_is_there_even_if_others_fill_the_disk() {
         .seal(&laboratory.manifest(), &laboratory.recording())
         .unwrap();
     let before = sealed.allocated().unwrap();
-    sealed.give_back().unwrap();
+    working(|run| sealed.give_back(run)).unwrap();
     assert!(sealed.allocated().unwrap() < before);
 }
 

@@ -65,6 +65,28 @@ pub enum ImageError {
         /// The file.
         path: PathBuf,
     },
+    /// The system uses the block device.
+    #[error("{path} is in use: mounted, swap, or a part of another device", path = path.display())]
+    DeviceInUse {
+        /// The device.
+        path: PathBuf,
+    },
+    /// The block device takes no writes.
+    #[error("{path} is read-only", path = path.display())]
+    ReadOnly {
+        /// The device.
+        path: PathBuf,
+    },
+    /// The block device is written in larger units than an image's parts are aligned to.
+    #[error("{path} has sectors of {found} bytes, at most {limit} are supported", path = path.display())]
+    SectorSize {
+        /// The device.
+        path: PathBuf,
+        /// Bytes of its logical sectors.
+        found: u32,
+        /// The limit.
+        limit: u32,
+    },
     /// The image was opened for reading only, but a state change needs
     /// [`Image::open_locked`](super::Image::open_locked).
     #[error("{path} was opened without its lock and cannot be changed", path = path.display())]
@@ -79,7 +101,7 @@ pub enum ImageError {
         needed: ByteCount,
         /// Bytes that were free.
         available: ByteCount,
-        /// Folder in which the image was to be.
+        /// Folder in which the image was to be, or the block device.
         path: PathBuf,
     },
     /// There is something at the target already, and it may not be replaced.

@@ -21,16 +21,15 @@
 //!   durable before it is acknowledged, and no damage to one place brings an older state back.
 //! * **One owner.** Writing, waking and replacing hold an exclusive `flock`; looking needs none.
 
-mod chunks;
-mod error;
+pub(crate) mod chunks;
+pub(crate) mod error;
 mod layout;
 pub mod manifest;
 mod pages;
-mod partial;
-mod reader;
+pub(crate) mod reader;
 mod sealed;
 mod state;
-mod superblock;
+pub(crate) mod superblock;
 mod verify;
 mod workers;
 mod writer;

@@ -4,7 +4,7 @@
 //! the file's length, the checksums of chunk table and manifest. RAM is checked chunk by chunk when
 //! it is read; nothing that failed its checksum is ever handed on.
 
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
@@ -16,13 +16,12 @@ use super::error::{Corruption, ImageError, Mismatch, TornBecause};
 use super::layout::{BlockPlacement, Layout};
 use super::manifest::Manifest;
 use super::pages::Pages;
-use super::partial::{leads_to, lock};
-use super::sealed::allocated;
 use super::state::ImageState;
 use super::superblock::{Area, COPY_BYTES, COPY_OFFSETS, FORMAT_VERSION, Superblock, Superblocks};
 use super::workers::for_each_chunk;
 use crate::memory::MemoryError;
 use crate::sys::{AlignedBuf, DirectFile};
+use crate::volume::{allocated, leads_to, length_of, open_held, remove};
 use crate::{ByteCount, MemoryFile, Recording, Run};
 
 /// What an image holds and takes.
@@ -34,7 +33,7 @@ pub struct Usage {
     pub zero: ByteCount,
     /// Length of the device state.
     pub device_state: ByteCount,
-    /// Space that the file takes on the disk.
+    /// Space that it takes on the disk.
     pub allocated: ByteCount,
 }
 
@@ -72,12 +71,7 @@ impl Image {
     ///
     /// [`ImageError::Locked`] if somebody else has it, and those of [`Image::open`].
     pub fn open_locked(path: &Path) -> Result<Self, ImageError> {
-        let file = OpenOptions::new()
-            .read(true)
-            .write(true)
-            .open(path)
-            .map_err(|source| ImageError::io("open", path, source))?;
-        lock(&file, path)?;
+        let file = open_held(path)?;
         // Between the open and the lock another image may have taken the name.
         if !leads_to(path, &file) {
             return Err(ImageError::Locked {
@@ -125,8 +119,8 @@ impl Image {
                 ChunkContent::Data { .. } => data += ByteCount(chunk.length.into()),
             }
         }
-        let allocated =
-            allocated(&self.file).map_err(|source| ImageError::io("look at", &self.path, source))?;
+        let allocated = allocated(&self.file, self.superblock.end())
+            .map_err(|source| ImageError::io("look at", &self.path, source))?;
         Ok(Usage {
             data,
             zero,
@@ -214,6 +208,7 @@ impl Image {
                     .advance(self.table.chunks[index][chunk].length.into());
                 Ok(())
             },
+            |_| Ok(()),
         )?;
         Ok(())
     }
@@ -256,6 +251,23 @@ impl Image {
         Ok(())
     }
 
+    /// Removes the image for good, not to be found again even after a crash: a file loses its name, a
+    /// block device stays and its superblocks are wiped.
+    ///
+    /// # Errors
+    ///
+    /// [`ImageError::NotLocked`] if it was opened without its lock, [`ImageError::Io`] if the system
+    /// refuses; it is there still, then.
+    pub fn remove(&self) -> Result<(), ImageError> {
+        if !self.locked {
+            return Err(ImageError::NotLocked {
+                path: self.path.clone(),
+            });
+        }
+        // The copy that a change of state did not reach, if there is one: it may say `sealed` yet.
+        remove(&self.file, &self.path, 1 - self.copy)
+    }
+
     fn write_copy(&self, superblock: &Superblock, copy: usize) -> io::Result<()> {
         self.file.write_all_at(&superblock.encode(), COPY_OFFSETS[copy])?;
         self.file.sync_data()
@@ -263,12 +275,11 @@ impl Image {
 
     fn read(file: File, path: &Path, locked: bool) -> Result<Self, ImageError> {
         let failed = |source: io::Error| ImageError::io("read", path, source);
-        let metadata = file.metadata().map_err(failed)?;
-        if !metadata.is_file() {
+        let Some(found) = length_of(&file).map_err(failed)? else {
             return Err(ImageError::NotAnImage {
                 path: path.to_owned(),
             });
-        }
+        };
         let torn = |because| ImageError::Torn {
             path: path.to_owned(),
             because,
@@ -301,7 +312,7 @@ impl Image {
         superblock
             .check()
             .map_err(|reason| ImageError::corrupt(path, Corruption::Superblock(reason)))?;
-        let (needed, found) = (ByteCount(superblock.end()), ByteCount(metadata.len()));
+        let needed = ByteCount(superblock.end());
         if found < needed {
             return Err(torn(TornBecause::Short { needed, found }));
         }
@@ -387,7 +398,7 @@ impl Image {
 }
 
 /// Reads both copies of the superblock, as far as the file is long enough for them.
-pub(super) fn read_superblocks(file: &File, path: &Path) -> Result<Superblocks, ImageError> {
+pub(crate) fn read_superblocks(file: &File, path: &Path) -> Result<Superblocks, ImageError> {
     let mut copies = [0; 2 * COPY_BYTES];
     let mut length = 0;
     while length < copies.len() {

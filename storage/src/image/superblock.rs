@@ -45,10 +45,10 @@ use crate::migration::STREAM_LIMIT;
 pub const FORMAT_VERSION: u32 = 1;
 
 /// Length of one copy.
-pub(super) const COPY_BYTES: usize = 4096;
+pub(crate) const COPY_BYTES: usize = 4096;
 
 /// Where the two copies lie.
-pub(super) const COPY_OFFSETS: [u64; 2] = [0, COPY_BYTES as u64];
+pub(crate) const COPY_OFFSETS: [u64; 2] = [0, COPY_BYTES as u64];
 
 const MAGIC: [u8; 8] = *b"DORMOUSE";
 const CRC_AT: usize = COPY_BYTES - 4;
@@ -69,8 +69,8 @@ impl Area {
 
 /// What the superblock says.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Superblock {
-    pub(super) state: ImageState,
+pub(crate) struct Superblock {
+    pub(crate) state: ImageState,
     pub(super) id: Uuid,
     pub(super) generation: u64,
     pub(super) chunk_bytes: u32,
@@ -80,7 +80,7 @@ pub(super) struct Superblock {
 }
 
 impl Superblock {
-    pub(super) fn encode(&self) -> [u8; COPY_BYTES] {
+    pub(crate) fn encode(&self) -> [u8; COPY_BYTES] {
         let mut copy = [0; COPY_BYTES];
         let mut put = |at: usize, bytes: &[u8]| copy[at..at + bytes.len()].copy_from_slice(bytes);
         put(0, &MAGIC);
@@ -139,7 +139,7 @@ impl Superblock {
 
 /// What the beginning of a file turned out to be.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Superblocks {
+pub(crate) enum Superblocks {
     /// At least one valid copy.
     Valid {
         /// The copy that counts.
@@ -266,7 +266,7 @@ fn state_of(number: u32) -> Option<ImageState> {
 }
 
 /// The superblock of an image whose writing begins.
-pub(super) fn beginning(id: Uuid, chunk_bytes: u32) -> Superblock {
+pub(crate) fn beginning(id: Uuid, chunk_bytes: u32) -> Superblock {
     Superblock {
         state: ImageState::Writing,
         id,

@@ -12,34 +12,32 @@
 
 use std::io;
 use std::ops::Range;
-use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use rustix::fs::FallocateFlags;
-use rustix::io::Errno;
 use uuid::Uuid;
 
 use super::chunks::{CHUNK_BYTES, Chunk, ChunkContent, ChunkTable, chunk_count, chunk_length};
-use super::error::is_out_of_space;
 use super::layout::BlockPlacement;
 use super::manifest::{MANIFEST_LIMIT, Manifest};
-use super::partial::PartialFile;
 use super::sealed::{SealedImage, write_tables};
-use super::superblock::{self, COPY_OFFSETS};
 use super::workers::for_each_chunk;
 use super::{ImageError, Layout, Mismatch};
 use crate::migration::{PageContent, Recording};
-use crate::sys::{self, AlignedBuf, DirectFile};
+use crate::sys;
+use crate::volume::{Backend, Lane, Volume, VolumeKind};
 use crate::{ByteCount, GuestMemory, Run};
 
 /// How an image is begun.
 #[derive(Debug, Clone, Copy)]
 pub struct CreateOptions {
-    /// Whether an image at the target may be replaced. Something that is not an image, or that is
-    /// in use, never is.
+    /// Whether a used image at the target may be replaced. A file that is not an image, an image that
+    /// holds a guest, and what is in use never are; a block device is overwritten whatever else is on
+    /// it.
     pub replace: bool,
     /// Id of the new image.
     pub image_id: Uuid,
+    /// How RAM is to get to the disk, if that is possible; else the best that is.
+    pub backend: Option<Backend>,
 }
 
 /// What a block turned out to hold.
@@ -56,8 +54,7 @@ pub struct MemoryWritten {
 /// Dropped without [`ImageWriter::seal`] it leaves nothing behind.
 #[derive(Debug)]
 pub struct ImageWriter {
-    partial: PartialFile,
-    direct: DirectFile,
+    volume: Volume,
     layout: Layout,
     image_id: Uuid,
     /// Blocks of the layout that were begun. One that failed in the middle is not begun again: what
@@ -70,35 +67,26 @@ pub struct ImageWriter {
 }
 
 impl ImageWriter {
-    /// Begins an image that will be at `target`, in a hidden file beside it.
+    /// Begins an image that will be at `target`: in a hidden file beside it, or on the block device
+    /// that it leads to.
     ///
     /// # Errors
     ///
-    /// [`ImageError::TargetExists`] if there is something and it may not be replaced,
-    /// [`ImageError::NotAnImage`] if it is not an image, [`ImageError::Locked`] if it is in use,
-    /// [`ImageError::Io`] if the system refuses.
+    /// [`ImageError::TargetExists`], [`ImageError::HoldsGuest`], [`ImageError::NotAnImage`] and
+    /// [`ImageError::NewerFormat`] if what is there must stay, [`ImageError::Locked`] and
+    /// [`ImageError::DeviceInUse`] if somebody has it, [`ImageError::ReadOnly`] and
+    /// [`ImageError::SectorSize`] for a device that cannot hold an image, [`ImageError::Io`] if the
+    /// system refuses.
     pub fn create(target: &Path, layout: Layout, options: CreateOptions) -> Result<Self, ImageError> {
-        let partial = PartialFile::create(target, options.replace, options.image_id)?;
-        let failed = |operation, source| ImageError::io(operation, partial.path(), source);
-        let beginning = superblock::beginning(options.image_id, CHUNK_BYTES).encode();
-        let direct = DirectFile::beside(&partial.file, partial.path(), true)
-            .map_err(|source| failed("open", source))?;
-        partial
-            .file
-            .write_all_at(&beginning, COPY_OFFSETS[0])
-            .map_err(|source| failed("begin", source))?;
-        // With its length known from the start the file system does not take its lock for each
-        // growing write.
-        partial
-            .file
-            .set_len(layout.ram_end())
-            .map_err(|source| failed("size", source))?;
+        let volume = Volume::create(target, options.replace, options.image_id, options.backend)?;
+        let bound = layout.hard_bound(ByteCount::ZERO);
+        volume
+            .expect_length(layout.ram_end())
+            .map_err(|source| volume.failed("size", bound, source))?;
         let begun = vec![false; layout.blocks().len()];
         let chunks = vec![None; layout.blocks().len()];
-        let bound = layout.hard_bound(ByteCount::ZERO);
         Ok(Self {
-            partial,
-            direct,
+            volume,
             layout,
             image_id: options.image_id,
             begun,
@@ -117,24 +105,18 @@ impl ImageWriter {
     ///
     /// [`ImageError::NoSpace`] with the numbers, [`ImageError::Io`] if the system refuses.
     pub fn reserve(&mut self, device_state_bound: ByteCount) -> Result<(), ImageError> {
-        let needed = self.layout.hard_bound(device_state_bound);
-        self.bound = needed;
-        // First asked, then taken: filling a disk to its last block only to find it too small would
-        // hurt others on it.
-        let available = self.available()?;
-        if available < needed {
-            return Err(self.no_space(available));
-        }
-        match rustix::fs::fallocate(&self.partial.file, FallocateFlags::empty(), 0, needed.0) {
-            Ok(()) | Err(Errno::OPNOTSUPP | Errno::NOSYS) => Ok(()),
-            Err(error) => Err(self.failed("reserve space for", error.into())),
-        }
+        self.bound = self.layout.hard_bound(device_state_bound);
+        self.volume.reserve(self.bound)
     }
 
-    /// Whether RAM goes past the page cache; where the file system refuses that, it is several
-    /// times slower.
-    pub fn is_direct(&self) -> bool {
-        self.direct.is_direct()
+    /// How RAM gets to the disk.
+    pub fn backend(&self) -> Backend {
+        self.volume.backend()
+    }
+
+    /// What the image is on.
+    pub fn kind(&self) -> VolumeKind {
+        self.volume.kind()
     }
 
     /// Writes the RAM of `block`: blocking, with as many threads as `run` says.
@@ -154,12 +136,14 @@ impl ImageWriter {
         let extents = memory.data_extents()?;
         let placement = &self.layout.blocks()[index];
         let count = chunk_count(placement.length, CHUNK_BYTES) as usize;
-        let buffer = || None::<AlignedBuf>;
-        let chunks = for_each_chunk(run, count, buffer, |buffer, chunk| {
-            let chunk = self.write_chunk(placement, memory, &extents, chunk as u64, buffer)?;
+        let lane = || self.volume.lane();
+        let write = |lane: &mut Lane, chunk| {
+            let chunk = self.write_chunk(placement, memory, &extents, chunk as u64, lane)?;
             run.progress.advance(chunk.length.into());
             Ok(chunk)
-        })?;
+        };
+        let finish = |mut lane: Lane| lane.finish().map_err(|source| self.failed("write", source));
+        let chunks = for_each_chunk(run, count, lane, write, finish)?;
         let written = written(&chunks);
         self.chunks[index] = Some(chunks);
         Ok(written)
@@ -210,7 +194,7 @@ impl ImageWriter {
     pub fn seal(mut self, manifest: &Manifest, recording: &Recording) -> Result<SealedImage, ImageError> {
         self.check_whole(recording)?;
         let manifest = serde_json::to_vec(manifest)
-            .map_err(|source| ImageError::io("describe", self.partial.path(), io::Error::other(source)))?;
+            .map_err(|source| ImageError::io("describe", self.volume.path(), io::Error::other(source)))?;
         let length = ByteCount(manifest.len() as u64);
         if length > MANIFEST_LIMIT {
             return Err(ImageError::ManifestTooLong {
@@ -224,17 +208,16 @@ impl ImageWriter {
             chunks,
         };
         let sealed = write_tables(
-            &self.partial.file,
+            &self.volume,
             self.image_id,
             &table,
             &recording.normalized(),
             &manifest,
         )
         .map_err(|source| self.failed("seal", source))?;
-        let path = self.partial.target().to_owned();
-        let file = self.partial.publish()?;
-        tracing::debug!(path = %path.display(), id = %sealed.id, "image sealed");
-        Ok(SealedImage::of(file, path, &table, &sealed))
+        let published = self.volume.publish()?;
+        tracing::debug!(path = %published.path().display(), id = %sealed.id, "image sealed");
+        Ok(SealedImage::of(published, &table, &sealed))
     }
 
     fn block_to_write(&mut self, name: &str, found: ByteCount) -> Result<usize, ImageError> {
@@ -262,7 +245,7 @@ impl ImageWriter {
         memory: &GuestMemory,
         extents: &[Range<u64>],
         index: u64,
-        buffer: &mut Option<AlignedBuf>,
+        lane: &mut Lane,
     ) -> Result<Chunk, ImageError> {
         let start = index * u64::from(CHUNK_BYTES);
         let length = chunk_length(placement.length.0, CHUNK_BYTES, index);
@@ -279,24 +262,25 @@ impl ImageWriter {
                     return zero;
                 };
                 memory
-                    .write_at(range, &self.direct, offset)
+                    .write_at(range, lane, offset)
                     .map_err(|source| self.failed("write", source))?;
                 crc32
             }
             parts => {
-                let buffer = buffer.get_or_insert_with(|| AlignedBuf::zeroed(CHUNK_BYTES as usize));
+                let mut buffer = lane.buffer();
                 buffer.fill(0);
                 for part in parts {
-                    memory.copy_to(part.clone(), buffer, (part.start - start) as usize);
+                    memory.copy_to(part.clone(), &mut buffer, (part.start - start) as usize);
                 }
                 let bytes = &buffer[..length as usize];
                 if sys::is_zero(bytes) {
+                    lane.give_back(buffer);
                     return zero;
                 }
-                self.direct
-                    .write_all_at(bytes, offset)
+                let crc32 = crc32fast::hash(bytes);
+                lane.write_buffer(buffer, length as usize, offset)
                     .map_err(|source| self.failed("write", source))?;
-                crc32fast::hash(bytes)
+                crc32
             }
         };
         Ok(Chunk {
@@ -312,12 +296,13 @@ impl ImageWriter {
         in_stream: usize,
     ) -> Result<Vec<Chunk>, ImageError> {
         let placement = &self.layout.blocks()[index];
-        let mut buffer = AlignedBuf::zeroed(CHUNK_BYTES as usize);
+        let mut lane = self.volume.lane();
         let mut pages = recording.block_pages(in_stream).peekable();
         let mut chunks = Vec::new();
         for index in 0..chunk_count(placement.length, CHUNK_BYTES) {
             let start = index * u64::from(CHUNK_BYTES);
             let length = chunk_length(placement.length.0, CHUNK_BYTES, index);
+            let mut buffer = lane.buffer();
             buffer.fill(0);
             while let Some(page) = pages.next_if(|page| page.offset < start + u64::from(length)) {
                 if let PageContent::Data(bytes) = page.content {
@@ -327,17 +312,17 @@ impl ImageWriter {
             }
             let bytes = &buffer[..length as usize];
             let content = if sys::is_zero(bytes) {
+                lane.give_back(buffer);
                 ChunkContent::Zero
             } else {
-                self.direct
-                    .write_all_at(bytes, placement.offset + start)
+                let crc32 = crc32fast::hash(bytes);
+                lane.write_buffer(buffer, length as usize, placement.offset + start)
                     .map_err(|source| self.failed("write", source))?;
-                ChunkContent::Data {
-                    crc32: crc32fast::hash(bytes),
-                }
+                ChunkContent::Data { crc32 }
             };
             chunks.push(Chunk { content, length });
         }
+        lane.finish().map_err(|source| self.failed("write", source))?;
         Ok(chunks)
     }
 
@@ -377,26 +362,8 @@ impl ImageWriter {
         Ok(())
     }
 
-    /// Bytes free for those who are not root, because root's reserve is not there to hold images.
-    fn available(&self) -> Result<ByteCount, ImageError> {
-        let free = rustix::fs::fstatvfs(&self.partial.file)
-            .map_err(|error| ImageError::io("ask for free space on", self.partial.folder(), error))?;
-        Ok(ByteCount(free.f_bavail.saturating_mul(free.f_frsize)))
-    }
-
-    fn no_space(&self, available: ByteCount) -> ImageError {
-        ImageError::NoSpace {
-            needed: self.bound,
-            available,
-            path: self.partial.folder().to_owned(),
-        }
-    }
-
     fn failed(&self, operation: &'static str, source: io::Error) -> ImageError {
-        if is_out_of_space(&source) {
-            return self.no_space(self.available().unwrap_or_default());
-        }
-        ImageError::io(operation, self.partial.path(), source)
+        self.volume.failed(operation, self.bound, source)
     }
 }
 

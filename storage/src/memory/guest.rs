@@ -9,7 +9,8 @@ use rustix::io::Errno;
 
 use super::{MemoryError, check_length};
 use crate::ByteCount;
-use crate::sys::{AlignedBuf, DirectFile, Mapping};
+use crate::sys::{AlignedBuf, Mapping};
+use crate::volume::Lane;
 
 /// RAM of a stopped guest, mapped read-only and shared from the file that backs it.
 ///
@@ -96,9 +97,9 @@ impl GuestMemory {
         self.mapping.copy_to(&as_usize(range), buffer, at);
     }
 
-    /// Writes the bytes in `range` to `file` at `offset`, from where they lie.
-    pub(crate) fn write_at(&self, range: Range<u64>, file: &DirectFile, offset: u64) -> io::Result<()> {
-        self.mapping.write_at(&as_usize(range), file, offset)
+    /// Writes the bytes in `range` to `offset`, from where they lie.
+    pub(crate) fn write_at(&self, range: Range<u64>, lane: &mut Lane, offset: u64) -> io::Result<()> {
+        lane.write_mapped(&self.mapping, &as_usize(range), offset)
     }
 }
 

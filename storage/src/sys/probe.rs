@@ -1,0 +1,67 @@
+//! What the system can do, asked once and never guessed from a version.
+
+use std::fs::File;
+use std::io;
+use std::sync::OnceLock;
+
+use io_uring::{IoUring, Probe, opcode};
+use rustix::fs::{AtFlags, StatxFlags, statx};
+
+use super::ALIGNMENT;
+
+/// Why io_uring cannot be used by this process, or `None` if it can.
+///
+/// A kernel can be too old, `kernel.io_uring_disabled` set, or a container's seccomp profile can refuse
+/// it, with any error that its author liked.
+pub(crate) fn why_no_uring() -> Option<&'static io::Error> {
+    static ANSWER: OnceLock<Option<io::Error>> = OnceLock::new();
+    ANSWER.get_or_init(|| try_uring().err()).as_ref()
+}
+
+fn try_uring() -> io::Result<()> {
+    let ring = IoUring::new(1)?;
+    let mut probe = Probe::new();
+    ring.submitter().register_probe(&mut probe)?;
+    if probe.is_supported(opcode::Write::CODE) {
+        Ok(())
+    } else {
+        Err(io::Error::from(io::ErrorKind::Unsupported))
+    }
+}
+
+/// What a file system says about O_DIRECT to a file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum DirectIo {
+    /// Nothing: kernels before 6.1, and many file systems.
+    Untold,
+    /// Possible with what [`ALIGNMENT`] gives.
+    Possible,
+    /// Impossible, or only with larger units than ours.
+    Impossible,
+}
+
+/// Asks what is needed for O_DIRECT to `file`.
+pub(crate) fn direct_io(file: &File) -> DirectIo {
+    let Ok(told) = statx(file, c"", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN) else {
+        return DirectIo::Untold;
+    };
+    if told.stx_mask & StatxFlags::DIOALIGN.bits() == 0 {
+        return DirectIo::Untold;
+    }
+    match (told.stx_dio_mem_align, told.stx_dio_offset_align) {
+        (0, _) | (_, 0) => DirectIo::Impossible,
+        (memory, offset) if memory.max(offset) as usize <= ALIGNMENT => DirectIo::Possible,
+        _ => DirectIo::Impossible,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_of_this_machine_takes_direct_writes_or_does_not_tell() {
+        let file = tempfile::tempfile().unwrap();
+        assert_ne!(direct_io(&file), DirectIo::Impossible);
+    }
+}

@@ -218,7 +218,7 @@ fn qemu_findings(greeting: &Greeting, capabilities: &Capabilities) -> Vec<Findin
         ),
         since(
             "hand RAM over by descriptors",
-            capabilities.has_migration_mode("cpr-transfer"),
+            capabilities.has_migration_mode(engine::CPR_MODE),
             "migration mode cpr-transfer",
             "10.0",
         ),

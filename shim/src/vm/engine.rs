@@ -18,7 +18,11 @@ use serde_json::json;
 
 use super::binary::MemoryBackendAbilities;
 use super::memory::{Backend, FILE_BACKEND, Memory};
+use super::monitor;
 use crate::error::{Code, Failure};
+
+/// The migration mode in which QEMU hands its memory over.
+pub const CPR_MODE: &str = "cpr-transfer";
 
 /// What is wished for.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
@@ -85,6 +89,18 @@ impl<'a> Facts<'a> {
             leaves_out_any_shared: !MemoryBackendAbilities::of(client).await?.offset,
             hands_over: hands_over(client).await?,
         })
+    }
+
+    /// Asks QEMU itself, where handing over is what will be tried. Not for those who only look: it takes setting the mode
+    /// for the question.
+    pub async fn ask_about_handing_over(&mut self, client: &Client) -> Result<(), Failure> {
+        if self.against_direct().is_some() && self.against_cpr().is_none() {
+            let reasons = monitor::blocked_reasons_in(client, CPR_MODE).await?;
+            if !reasons.is_empty() {
+                self.hands_over = Err(reasons.join("; "));
+            }
+        }
+        Ok(())
     }
 
     /// Why RAM cannot be read from outside while QEMU leaves it out.
@@ -154,7 +170,7 @@ pub fn choose(wish: Wish, facts: &Facts<'_>) -> Result<Choice, Failure> {
 
 /// Whether this QEMU can hand over the files of its RAM, and what would help where it cannot.
 async fn hands_over(client: &Client) -> Result<Result<(), String>, Failure> {
-    if !Capabilities::of(client).await?.has_migration_mode("cpr-transfer") {
+    if !Capabilities::of(client).await?.has_migration_mode(CPR_MODE) {
         return Ok(Err(
             "this QEMU has no migration mode cpr-transfer, which came with QEMU 10.0".to_owned(),
         ));

@@ -125,6 +125,26 @@ pub async fn pass_stream(client: &Client, name: &str) -> Result<UnixStream, Fail
     UnixStream::from_std(ours).map_err(local)
 }
 
+/// What would stand in the way of a migration in another mode than the one that is set. Sets it for the question and puts
+/// back what was found, also when nobody waits for the answer any more.
+pub async fn blocked_reasons_in(client: &Client, mode: &'static str) -> Result<Vec<String>, Failure> {
+    let client = client.clone();
+    let asked = tokio::spawn(async move {
+        let current = client.execute(&command::query_migrate_parameters {}).await?;
+        let set = async |mode: &Value| {
+            let change = json!({"mode": mode});
+            client.execute_raw("migrate-set-parameters", change).await
+        };
+        set(&json!(mode)).await?;
+        let migration = client.query::<_, MigrationInfo>(&command::query_migrate {}).await;
+        set(&current["mode"]).await?;
+        Ok(migration?.blocked_reasons.unwrap_or_default())
+    });
+    asked
+        .await
+        .unwrap_or_else(|error| Err(Failure::new(Code::Internal, format!("a question ended in panic: {error}"))))
+}
+
 /// Migration capabilities and parameters as they were found where a save needs others. They outlive every migration,
 /// so whoever changes them has to put them back.
 #[derive(Debug)]

@@ -18,7 +18,7 @@ use tokio::net::UnixStream;
 use super::plan::Plan;
 use crate::error::{Code, Failure, sentence};
 use crate::vm::cpr::{self, HandedOver};
-use crate::vm::engine::Engine;
+use crate::vm::engine::{CPR_MODE, Engine};
 use crate::vm::monitor::{self, MigrationSettings, not_saved, wait_for_migration_end, wait_for_run_state};
 
 /// The name under which QEMU gets its end of the socket for the device state.
@@ -43,7 +43,7 @@ pub async fn find_settings(client: &Client, plan: &Plan) -> Result<MigrationSett
     match plan.choice.engine {
         // RAM that is handed over is left out by the mode.
         Engine::DirectCpr => {
-            MigrationSettings::find(client, &["events"], &[("mode", json!("cpr-transfer"))]).await
+            MigrationSettings::find(client, &["events"], &[("mode", json!(CPR_MODE))]).await
         }
         Engine::Direct | Engine::Stream => {
             MigrationSettings::find(client, &["events", "x-ignore-shared"], &[]).await

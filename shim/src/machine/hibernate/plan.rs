@@ -13,7 +13,7 @@ use serde_json::Value;
 use super::Request;
 use crate::error::{Code, Failure, GuestState, sentence};
 use crate::vm::command_line::CommandLine;
-use crate::vm::engine::{self, Choice};
+use crate::vm::engine::{self, Choice, Facts, Wish};
 use crate::vm::memory::{DEVICE_STATE_BOUND, Memory};
 use crate::vm::{binary, blockers, disks, monitor, process};
 
@@ -90,7 +90,11 @@ async fn examine(client: &Client, request: &Request, running: bool) -> Result<Pl
 
     check_target(&request.target, request.replace)?;
     let memory = Memory::of(client, pid).await?;
-    let choice = engine::choose(request.engine, &engine::Facts::of(client, &memory).await?)?;
+    let mut facts = Facts::of(client, &memory).await?;
+    if request.engine != Wish::Stream {
+        facts.ask_about_handing_over(client).await?;
+    }
+    let choice = engine::choose(request.engine, &facts)?;
     if let Some(block) = memory.backends.iter().find(|block| block.is_at(&request.target)) {
         return Err(Failure::new(
             Code::Refused,

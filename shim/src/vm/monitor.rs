@@ -140,9 +140,12 @@ pub async fn blocked_reasons_in(client: &Client, mode: &'static str) -> Result<V
         set(&current["mode"]).await?;
         Ok(migration?.blocked_reasons.unwrap_or_default())
     });
-    asked
-        .await
-        .unwrap_or_else(|error| Err(Failure::new(Code::Internal, format!("a question ended in panic: {error}"))))
+    asked.await.unwrap_or_else(|error| {
+        Err(Failure::new(
+            Code::Internal,
+            format!("a question ended in panic: {error}"),
+        ))
+    })
 }
 
 /// Migration capabilities and parameters as they were found where a save needs others. They outlive every migration,

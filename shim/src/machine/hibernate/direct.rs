@@ -42,9 +42,7 @@ pub struct Source {
 pub async fn find_settings(client: &Client, plan: &Plan) -> Result<MigrationSettings, CommandError> {
     match plan.choice.engine {
         // RAM that is handed over is left out by the mode.
-        Engine::DirectCpr => {
-            MigrationSettings::find(client, &["events"], &[("mode", json!(CPR_MODE))]).await
-        }
+        Engine::DirectCpr => MigrationSettings::find(client, &["events"], &[("mode", json!(CPR_MODE))]).await,
         Engine::Direct | Engine::Stream => {
             MigrationSettings::find(client, &["events", "x-ignore-shared"], &[]).await
         }

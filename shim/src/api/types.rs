@@ -77,6 +77,9 @@ pub enum NewOperation {
         /// How RAM gets into it.
         #[serde(default)]
         engine: Wish,
+        /// Channels beside the main stream, where RAM comes from QEMU.
+        #[serde(default)]
+        channels: Option<u8>,
     },
 }
 

@@ -17,7 +17,6 @@ use crate::machine::hibernate::machine::CancelAnswer;
 use crate::signals::Signals;
 use crate::supervisor::operation::Prepared;
 use crate::supervisor::state_dir::{StateDir, VmRecord};
-use crate::vm::engine::Wish;
 
 pub async fn hibernate(
     arguments: HibernateArguments,
@@ -26,21 +25,21 @@ pub async fn hibernate(
 ) -> Result<ExitCode, Failure> {
     let to = std::path::absolute(&arguments.to)
         .map_err(|error| Failure::new(Code::Usage, format!("{}: {error}", arguments.to.display())))?;
-    let (replace, engine) = (arguments.replace, arguments.engine);
     let progress = report.progress();
     let outcome = match (&arguments.name, &arguments.qmp) {
         (Some(name), _) => {
             let supervisor = Supervisor::of(state, name);
-            by_supervisor(
-                &supervisor,
-                NewOperation::Hibernate { to, replace, engine },
-                &progress,
-                report,
-            )
+            let wish = NewOperation::Hibernate {
+                to,
+                replace: arguments.replace,
+                engine: arguments.engine,
+                channels: arguments.channels,
+            };
+            by_supervisor(&supervisor, wish, &progress, report)
             .await
             .map_err(|failure| with_hint(failure, state, name))
         }
-        (None, Some(socket)) => by_ourselves(socket, to, replace, engine, &progress).await,
+        (None, Some(socket)) => by_ourselves(socket, to, &arguments, &progress).await,
         (None, None) => Err(Failure::new(Code::Usage, "name a VM, or a monitor with --qmp")),
     };
     progress.finish();
@@ -108,8 +107,7 @@ fn with_hint(failure: Failure, state: &StateDir, name: &str) -> Failure {
 async fn by_ourselves(
     socket: &Path,
     target: PathBuf,
-    replace: bool,
-    engine: Wish,
+    arguments: &HibernateArguments,
     progress: &Progress,
 ) -> Result<Hibernated, Failure> {
     let mut signals = Signals::watch()?;
@@ -118,8 +116,9 @@ async fn by_ourselves(
     let (command_line, shape) = record.map(|record| (record.command_line, record.shape)).unzip();
     let request = Request {
         target,
-        replace,
-        engine,
+        replace: arguments.replace,
+        engine: arguments.engine,
+        channels: arguments.channels,
         vm_name,
         command_line,
         shape: shape.flatten(),

@@ -99,6 +99,9 @@ struct HibernateArguments {
     /// How RAM gets into the image
     #[arg(long, value_enum, default_value_t)]
     engine: Wish,
+    /// Channels that QEMU sends RAM over, where it does: 0 is one plain stream [default: 2 where QEMU can]
+    #[arg(long, value_name = "N")]
+    channels: Option<u8>,
 }
 
 #[derive(Debug, Args)]

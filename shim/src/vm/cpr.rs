@@ -38,7 +38,8 @@ pub type HandedOver = HashMap<String, File>;
 /// Has the QEMU in process `pid` hand over its memory and migrate its devices; returns the files, and the stream that
 /// the devices come in.
 pub async fn take_over(client: &Client, pid: u32) -> Result<(HandedOver, UnixStream), Failure> {
-    let (main, cpr) = (MigrationSocket::listen(pid)?, MigrationSocket::listen(pid)?);
+    let main = MigrationSocket::listen(client, pid).await?;
+    let cpr = MigrationSocket::listen(client, pid).await?;
     let migrate = async {
         let channels = json!({"channels": [main.channel("main"), cpr.channel("cpr")]});
         Ok(client.execute_raw("migrate", channels).await?)

@@ -104,7 +104,7 @@ pub async fn diagnose(
             let facts = Facts::of(client, memory).await?;
             (
                 engine_findings(&facts),
-                engine::choose(Wish::Auto, &facts).map(|_| ()),
+                engine::choose(Wish::Auto, None, &facts).map(|_| ()),
             )
         }
         Err(failure) => (Vec::new(), Err(failure.clone())),
@@ -152,9 +152,13 @@ fn engine_findings(facts: &Facts<'_>) -> Vec<Finding> {
             facts.against_cpr(),
             "RAM is written straight from the guest's memory, which QEMU hands over",
         ),
-        cannot(
-            "hibernate by a stream, from any RAM",
-            "not in this version of Dormouse",
+        can(
+            "hibernate by a stream",
+            if facts.multifd {
+                "RAM comes from QEMU, over several channels; any RAM will do"
+            } else {
+                "RAM comes from QEMU, over one connection; any RAM will do"
+            },
         ),
     ]
 }
@@ -173,7 +177,7 @@ fn wake_findings(abilities: MemoryBackendAbilities, line: &CommandLine) -> Vec<F
     } else {
         can(
             "wake by map",
-            "RAM is read when it is touched; such a guest cannot be hibernated again yet",
+            "RAM is read when it is touched; such a guest is hibernated again by a stream",
         )
     };
     vec![

@@ -24,6 +24,9 @@ use crate::error::{Code, Failure};
 /// The migration mode in which QEMU hands its memory over.
 pub const CPR_MODE: &str = "cpr-transfer";
 
+/// How many channels a stream has beside its main one, unless told otherwise.
+const CHANNELS: u8 = 2;
+
 /// What is wished for.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "kebab-case")]
@@ -54,6 +57,9 @@ pub enum Engine {
 pub struct Choice {
     /// The engine.
     pub engine: Engine,
+    /// Channels beside the main stream, where RAM comes from QEMU.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub channels: Option<u8>,
     /// Why each of those that would be better cannot be taken.
     pub passed_over: Vec<String>,
 }
@@ -67,6 +73,8 @@ pub struct Facts<'a> {
     pub leaves_out_any_shared: bool,
     /// Whether QEMU can hand over its memory; why not.
     pub hands_over: Result<(), String>,
+    /// Whether QEMU can send RAM over several channels at once.
+    pub multifd: bool,
 }
 
 impl Engine {
@@ -88,6 +96,9 @@ impl<'a> Facts<'a> {
             // The release that narrowed the capability also brought offsets to memory files.
             leaves_out_any_shared: !MemoryBackendAbilities::of(client).await?.offset,
             hands_over: hands_over(client).await?,
+            multifd: Capabilities::of(client)
+                .await?
+                .has_migration_capability("multifd"),
         })
     }
 
@@ -139,33 +150,53 @@ impl<'a> Facts<'a> {
     }
 }
 
-/// Chooses the first engine that the facts allow.
-pub fn choose(wish: Wish, facts: &Facts<'_>) -> Result<Choice, Failure> {
-    if wish == Wish::Stream {
-        return Err(Failure::new(
-            Code::Refused,
-            "RAM cannot be received from QEMU in this version",
-        ));
-    }
+/// Chooses the first engine that the facts allow. `channels`: how many a stream shall have beside its main one.
+pub fn choose(wish: Wish, channels: Option<u8>, facts: &Facts<'_>) -> Result<Choice, Failure> {
     let mut passed_over = Vec::new();
-    let ways = [
-        (Engine::Direct, "x-ignore-shared", facts.against_direct()),
-        (Engine::DirectCpr, "cpr-transfer", facts.against_cpr()),
-    ];
-    for (engine, way, against) in ways {
-        match against {
-            None => return Ok(Choice { engine, passed_over }),
-            Some(why) => passed_over.push(format!("not direct by {way}: {why}")),
+    if wish != Wish::Stream {
+        let ways = [
+            (Engine::Direct, "x-ignore-shared", facts.against_direct()),
+            (Engine::DirectCpr, "cpr-transfer", facts.against_cpr()),
+        ];
+        for (engine, way, against) in ways {
+            match against {
+                None => {
+                    return Ok(Choice {
+                        engine,
+                        channels: None,
+                        passed_over,
+                    });
+                }
+                Some(why) => passed_over.push(format!("not direct by {way}: {why}")),
+            }
         }
     }
-    Err(Failure::new(
-        Code::Refused,
-        format!(
-            "the direct engine cannot save this guest: {}; start it with `dormouse run`, or with \
-             -object memory-backend-file,share=on,mem-path=FILE-ON-TMPFS",
-            passed_over.join("; ")
-        ),
-    ))
+    if wish == Wish::Direct {
+        return Err(Failure::new(
+            Code::Refused,
+            format!(
+                "the direct engine cannot save this guest: {}; let it be saved by --engine stream, or start it with \
+                 `dormouse run` next time",
+                passed_over.join("; ")
+            ),
+        ));
+    }
+    let channels = match channels {
+        Some(wanted) if wanted > 0 && !facts.multifd => {
+            return Err(Failure::new(
+                Code::Refused,
+                format!("this QEMU cannot send RAM over {wanted} channels (no multifd); use --channels 0"),
+            ));
+        }
+        Some(wanted) => wanted,
+        None if facts.multifd => CHANNELS,
+        None => 0,
+    };
+    Ok(Choice {
+        engine: Engine::Stream,
+        channels: Some(channels),
+        passed_over,
+    })
 }
 
 /// Whether this QEMU can hand over the files of its RAM, and what would help where it cannot.
@@ -220,15 +251,21 @@ mod tests {
         backend("memory-backend-ram", false, false)
     }
 
-    /// A QEMU of 7.2, or one of 10.0 with or without what handing over takes.
+    /// A QEMU of 7.2, one of 10.0 with or without what handing over takes, or one that somebody built lean.
     #[derive(Clone, Copy)]
     enum Qemu {
         Old,
         New,
         NewWithAux,
+        WithoutMultifd,
     }
 
-    fn chosen(wish: Wish, qemu: Qemu, backends: Vec<Backend>) -> Result<Choice, Failure> {
+    fn chosen(
+        wish: Wish,
+        channels: Option<u8>,
+        qemu: Qemu,
+        backends: Vec<Backend>,
+    ) -> Result<Choice, Failure> {
         let facts = Facts {
             backends: &backends,
             leaves_out_any_shared: matches!(qemu, Qemu::Old),
@@ -236,8 +273,9 @@ mod tests {
                 Qemu::NewWithAux => Ok(()),
                 _ => Err("it cannot".to_owned()),
             },
+            multifd: !matches!(qemu, Qemu::WithoutMultifd),
         };
-        choose(wish, &facts)
+        choose(wish, channels, &facts)
     }
 
     #[test]
@@ -250,9 +288,12 @@ mod tests {
             (Old, vec![memfd(true), file()], Engine::Direct),
             (NewWithAux, vec![memfd(true)], Engine::DirectCpr),
             (NewWithAux, vec![memfd(false), file()], Engine::DirectCpr),
+            (Old, vec![memfd(false)], Engine::Stream),
+            (New, vec![memfd(true)], Engine::Stream),
+            (NewWithAux, vec![memfd(true), private()], Engine::Stream),
         ] {
             let described = format!("{backends:?}");
-            let choice = chosen(Wish::Auto, qemu, backends).unwrap();
+            let choice = chosen(Wish::Auto, None, qemu, backends).unwrap();
             assert_eq!(choice.engine, engine, "{described}");
         }
     }
@@ -279,9 +320,30 @@ mod tests {
                 "nobody has it open",
             ),
         ] {
-            let failure = chosen(Wish::Direct, qemu, backends).unwrap_err();
+            let failure = chosen(Wish::Direct, None, qemu, backends).unwrap_err();
             assert_eq!(failure.code, Code::Refused);
             assert!(failure.message.contains(words), "{words:?} is not in {failure}");
         }
+    }
+
+    #[test]
+    fn a_stream_has_the_channels_that_are_wished_for_where_qemu_can() {
+        use Qemu::{New, WithoutMultifd};
+        for (wish, channels, qemu, expected) in [
+            (Wish::Auto, None, New, Some(CHANNELS)),
+            (Wish::Auto, Some(7), New, Some(7)),
+            (Wish::Stream, Some(0), New, Some(0)),
+            (Wish::Auto, None, WithoutMultifd, Some(0)),
+            (Wish::Stream, Some(0), WithoutMultifd, Some(0)),
+        ] {
+            let choice = chosen(wish, channels, qemu, vec![private()]).unwrap();
+            assert_eq!((choice.engine, choice.channels), (Engine::Stream, expected));
+        }
+        let failure = chosen(Wish::Auto, Some(2), WithoutMultifd, vec![private()]).unwrap_err();
+        assert!(failure.message.contains("--channels 0"), "{failure}");
+        let direct = chosen(Wish::Auto, Some(7), New, vec![file()]).unwrap();
+        assert_eq!((direct.engine, direct.channels), (Engine::Direct, None));
+        let asked_for = chosen(Wish::Stream, None, New, vec![file()]).unwrap();
+        assert_eq!(asked_for.engine, Engine::Stream);
     }
 }

@@ -101,6 +101,11 @@ impl Memory {
         self.backends.iter().map(|backend| backend.length).sum()
     }
 
+    /// How much RAM there is.
+    pub fn total(&self) -> ByteCount {
+        self.blocks.iter().map(|block| block.length).sum()
+    }
+
     /// How much RAM is something else: ROMs, firmware tables, video memory.
     pub fn other_total(&self) -> ByteCount {
         self.blocks

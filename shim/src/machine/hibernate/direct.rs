@@ -163,36 +163,17 @@ async fn read_to_bound(stream: &mut UnixStream, bound: ByteCount) -> Result<Vec<
 
 /// The stream must name the blocks that were planned and carry no page of those that we read ourselves.
 fn check_recording(recording: &Recording, plan: &Plan, sources: &[Source]) -> Result<(), Failure> {
+    plan.check_blocks(recording)?;
     let blocks = recording.blocks();
-    for planned in plan.layout.blocks() {
-        match blocks.iter().find(|block| block.name == planned.name) {
-            Some(block) if block.used_length == planned.length => {}
-            Some(block) => {
-                return Err(Failure::new(
-                    Code::Refused,
-                    format!(
-                        "RAM block {} changed from {} to {}",
-                        planned.name, planned.length, block.used_length
-                    ),
-                ));
-            }
-            None => {
-                return Err(Failure::new(
-                    Code::Refused,
-                    format!("QEMU's device state does not name RAM block {}", planned.name),
-                ));
-            }
-        }
-    }
     let streamed = recording
         .pages()
         .map(|page| &blocks[page.block].name)
         .find(|name| sources.iter().any(|source| source.name == **name));
-    if let Some(name) = streamed {
-        return Err(Failure::new(
+    match streamed {
+        None => Ok(()),
+        Some(name) => Err(Failure::new(
             Code::Refused,
             format!("QEMU streams RAM block {name} although it is to be read from its memory"),
-        ));
+        )),
     }
-    Ok(())
 }

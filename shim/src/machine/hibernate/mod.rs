@@ -4,6 +4,7 @@ pub mod direct;
 pub mod machine;
 pub mod plan;
 pub mod runner;
+pub mod stream;
 
 use std::path::PathBuf;
 
@@ -22,6 +23,8 @@ pub struct Request {
     pub replace: bool,
     /// How RAM gets into it.
     pub engine: Wish,
+    /// Channels beside the main stream, where RAM comes from QEMU; `None`: as many as are good, 0: none.
+    pub channels: Option<u8>,
     /// The name of the VM, for the image's manifest.
     pub vm_name: String,
     /// QEMU's command line as the user gave it; `None`: take what QEMU's process shows.

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use dormouse_qmp::view::machine::RunState;
 use dormouse_qmp::{Client, command};
 use dormouse_storage::image::manifest::{Disk, Qemu};
-use dormouse_storage::{ByteCount, Layout};
+use dormouse_storage::{ByteCount, Layout, Recording};
 use serde_json::Value;
 
 use super::Request;
@@ -94,7 +94,7 @@ async fn examine(client: &Client, request: &Request, running: bool) -> Result<Pl
     if request.engine != Wish::Stream {
         facts.ask_about_handing_over(client).await?;
     }
-    let choice = engine::choose(request.engine, &facts)?;
+    let choice = engine::choose(request.engine, request.channels, &facts)?;
     if let Some(block) = memory.backends.iter().find(|block| block.is_at(&request.target)) {
         return Err(Failure::new(
             Code::Refused,
@@ -132,6 +132,26 @@ impl Plan {
         // A page record has at most a name (256 bytes) beside its page; 1/8 covers headers of 512 bytes per page.
         let streamed = self.memory.other_total().0;
         ByteCount(streamed + streamed / 8 + DEVICE_STATE_BOUND.0)
+    }
+
+    /// QEMU has to list the blocks that were planned, in the lengths that they had.
+    pub fn check_blocks(&self, recording: &Recording) -> Result<(), Failure> {
+        for planned in self.layout.blocks() {
+            let found = recording
+                .blocks()
+                .iter()
+                .find(|block| block.name == planned.name);
+            let why = match found {
+                Some(block) if block.used_length == planned.length => continue,
+                Some(block) => format!(
+                    "RAM block {} changed from {} to {}",
+                    planned.name, planned.length, block.used_length
+                ),
+                None => format!("QEMU's device state does not name RAM block {}", planned.name),
+            };
+            return Err(Failure::new(Code::Refused, why));
+        }
+        Ok(())
     }
 
     /// The disks now, for the manifest.

@@ -5,6 +5,7 @@
 //!  effect ──► perform ──► outcome ──► machine.step ──► next effect
 //! ```
 
+use std::os::unix::net::UnixStream;
 use std::pin::pin;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -22,7 +23,7 @@ use uuid::Uuid;
 use super::direct::{self, Source};
 use super::machine::{CancelAnswer, Effect, GiveBack, Input, Machine, Phase};
 use super::plan::{Plan, preflight};
-use super::{Report, Request};
+use super::{Report, Request, stream};
 use crate::error::{Code, Failure, GuestState, sentence};
 use crate::machine::effect::{blocking, joined, milliseconds, out_of_order};
 use crate::machine::interrupt::Interrupt;
@@ -103,6 +104,14 @@ pub async fn hibernate(
     }
 }
 
+/// RAM on its way into the image.
+enum Incoming {
+    /// Memory to be read; the devices were recorded before.
+    Sources(Recording, Vec<Source>),
+    /// Connections that all of it comes over.
+    Connections(Vec<UnixStream>),
+}
+
 /// What one hibernation has in its hands.
 struct Work {
     client: Client,
@@ -115,7 +124,7 @@ struct Work {
     writer: Option<ImageWriter>,
     settings: Option<MigrationSettings>,
     recording: Option<Recording>,
-    sources: Vec<Source>,
+    incoming: Option<Incoming>,
     written: MemoryWritten,
     sealed: Option<SealedImage>,
     /// Threads that write an image that nobody wants any more; they end when the storage lets them.
@@ -138,7 +147,7 @@ impl Work {
             writer: None,
             settings: None,
             recording: None,
-            sources: Vec::new(),
+            incoming: None,
             written: MemoryWritten::default(),
             sealed: None,
             abandoned: None,
@@ -229,32 +238,53 @@ impl Work {
         Ok(())
     }
 
-    /// Has QEMU send its devices, and learns where the memory is.
+    /// Has QEMU send its devices, and learns where the memory is, or gets the connections that it will come over.
     async fn save_devices(&mut self) -> Result<(), Failure> {
         let plan = self.plan()?;
-        // Known before they are changed, so that an interrupt at any point leaves something to put back.
-        let settings = direct::find_settings(&self.client, &plan).await?;
-        self.settings.insert(settings).apply(&self.client).await?;
-        let (recording, sources) = direct::record(&self.client, &plan).await?;
-        self.recording = Some(recording);
-        self.sources = sources;
+        self.incoming = match plan.choice.channels {
+            None => {
+                self.set(direct::find_settings(&self.client, &plan).await?).await?;
+                let (recording, sources) = direct::record(&self.client, &plan).await?;
+                self.progress
+                    .expect(sources.iter().map(|source| source.length).sum());
+                Some(Incoming::Sources(recording, sources))
+            }
+            Some(channels) => {
+                self.set(stream::find_settings(&self.client, channels).await?).await?;
+                let connections = stream::open(&self.client, &plan, channels).await?;
+                self.progress.expect(plan.memory.total());
+                Some(Incoming::Connections(connections))
+            }
+        };
         Ok(())
     }
 
+    /// Sets what a save needs. What was found is known before anything is changed, so that an interrupt at any point
+    /// leaves something to put back.
+    async fn set(&mut self, settings: MigrationSettings) -> Result<(), Failure> {
+        Ok(self.settings.insert(settings).apply(&self.client).await?)
+    }
+
     async fn save_memory(&mut self) -> Result<(), Failure> {
-        let sources = std::mem::take(&mut self.sources);
+        let plan = self.plan()?;
         let mut writer = self.writer.take().ok_or_else(out_of_order)?;
-        let recording = self.recording.take().ok_or_else(out_of_order)?;
+        let incoming = self.incoming.take().ok_or_else(out_of_order)?;
+        let is_stream = matches!(incoming, Incoming::Connections(_));
         let (progress, interrupt) = (Arc::clone(&self.progress), self.interrupt.clone());
-        progress.expect(sources.iter().map(|source| source.length).sum());
         let mut task = tokio::task::spawn_blocking(move || {
             let run = Run {
                 threads: WORKER_THREADS,
                 progress: &progress,
                 cancelled: interrupt.flag(),
             };
-            let written = direct::write_memory(&mut writer, sources, &run)?;
-            writer.write_pages(&recording)?;
+            let (recording, written) = match incoming {
+                Incoming::Sources(recording, sources) => {
+                    let written = direct::write_memory(&mut writer, sources, &run)?;
+                    writer.write_pages(&recording)?;
+                    (recording, written)
+                }
+                Incoming::Connections(connections) => stream::write_memory(&mut writer, connections, &run)?,
+            };
             Ok((writer, recording, written))
         });
         let outcome = self.interrupt.or(joined(&mut task)).await;
@@ -262,7 +292,14 @@ impl Work {
             // The guest does not wait for storage that hangs: the threads only read its memory.
             self.abandoned = Some(tokio::spawn(async { drop(task.await) }));
         }
-        let (writer, recording, written) = outcome?;
+        let (writer, recording, written) = match outcome {
+            Err(failure) if is_stream => return Err(stream::reason(&self.client, failure).await),
+            outcome => outcome?,
+        };
+        if is_stream {
+            self.interrupt.or(stream::settle(&self.client)).await?;
+            plan.check_blocks(&recording)?;
+        }
         (self.writer, self.recording, self.written) = (Some(writer), Some(recording), written);
         Ok(())
     }

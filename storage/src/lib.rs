@@ -21,6 +21,7 @@
 
 mod byte_count;
 pub mod image;
+mod incoming;
 pub mod memory;
 pub mod migration;
 mod run;
@@ -33,6 +34,7 @@ pub use image::{
     BlockPlacement, BlockSize, Corruption, CreateOptions, Image, ImageError, ImageState, ImageWriter, Layout,
     LayoutError, Manifest, MemoryWritten, Mismatch, SealedImage, TornBecause, Usage, Verified,
 };
+pub use incoming::{Incoming, IncomingError};
 pub use memory::{GuestMemory, MemoryError, MemoryFile};
 pub use migration::{
     Page, PageBytes, PageContent, PrecopyError, Recording, StreamBlock, StreamError, try_write_precopy,

@@ -36,8 +36,8 @@ pub async fn hibernate(
                 channels: arguments.channels,
             };
             by_supervisor(&supervisor, wish, &progress, report)
-            .await
-            .map_err(|failure| with_hint(failure, state, name))
+                .await
+                .map_err(|failure| with_hint(failure, state, name))
         }
         (None, Some(socket)) => by_ourselves(socket, to, &arguments, &progress).await,
         (None, None) => Err(Failure::new(Code::Usage, "name a VM, or a monitor with --qmp")),

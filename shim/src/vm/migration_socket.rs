@@ -41,7 +41,9 @@ struct Folder(PathBuf);
 impl MigrationSocket {
     /// Listens for the QEMU behind `client`, which is the process `pid`.
     pub async fn listen(client: &Client, pid: u32) -> Result<Self, Failure> {
-        let takes_channels = Capabilities::of(client).await?.has_argument("migrate", "channels");
+        let takes_channels = Capabilities::of(client)
+            .await?
+            .has_argument("migrate", "channels");
         let listening = if takes_channels {
             Self::with_abstract_name(pid)
         } else {

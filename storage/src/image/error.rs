@@ -9,6 +9,7 @@ use super::chunks::TableError;
 use super::layout::LayoutError;
 use super::state::ImageState;
 use crate::ByteCount;
+use crate::incoming::IncomingError;
 use crate::memory::MemoryError;
 use crate::migration::StreamError;
 
@@ -158,6 +159,9 @@ pub enum ImageError {
     /// The device state is not a migration stream that can be loaded.
     #[error("device state")]
     Stream(#[from] StreamError),
+    /// The guest's memory could not be received.
+    #[error("could not receive the guest's memory")]
+    Incoming(#[from] IncomingError),
 }
 
 /// What is missing from a torn image.

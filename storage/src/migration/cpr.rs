@@ -21,8 +21,9 @@
 
 use std::collections::HashSet;
 
-use super::StreamError;
-use super::wire::{self, Cursor};
+use super::cursor::Cursor;
+use super::page_sink::ReceiveError;
+use super::{StreamError, parse, wire};
 use crate::ByteCount;
 
 /// The longest stream that is read: names of more RAM blocks than any machine has.
@@ -34,6 +35,7 @@ const ENTRY: u8 = 1;
 const END_OF_ENTRIES: u8 = 0;
 /// What QEMU sends along with a descriptor, which needs some byte to travel with.
 const DESCRIPTOR_BYTE: u8 = 0x20;
+/// RAM blocks have names of at most 255 bytes, and the length counts the NUL that ends one.
 const NAME_LIMIT: u32 = 256;
 
 /// What one descriptor is.
@@ -115,15 +117,30 @@ pub enum CprError {
 ///
 /// [`CprError`] names what cannot be used.
 pub fn cpr_entries(stream: &[u8], descriptors_at: &[usize]) -> Result<Vec<CprEntry>, CprError> {
-    super::parse::limit("list of descriptors", stream.len() as u64, CPR_STREAM_LIMIT)?;
+    parse::limit("list of descriptors", stream.len() as u64, CPR_STREAM_LIMIT)?;
+    entries(stream, descriptors_at).map_err(|error| match error {
+        ReceiveError::Sink(error) => error,
+        ReceiveError::Stream(error) => error.into(),
+        // Bytes that are there can be read.
+        ReceiveError::Io(_) => CprError::NotCpr,
+    })
+}
+
+type Read<T> = Result<T, ReceiveError<CprError>>;
+
+fn refuse<T>(error: CprError) -> Read<T> {
+    Err(ReceiveError::Sink(error))
+}
+
+fn entries(stream: &[u8], descriptors_at: &[usize]) -> Read<Vec<CprEntry>> {
     let mut cursor = Cursor::new(stream);
     cursor.enter("list of descriptors");
     if cursor.u32()? != MAGIC {
-        return Err(CprError::NotCpr);
+        return refuse(CprError::NotCpr);
     }
     let version = cursor.u32()?;
     if version != VERSION {
-        return Err(CprError::Version { found: version });
+        return refuse(CprError::Version { found: version });
     }
     let mut entries = Vec::new();
     let mut known = HashSet::new();
@@ -133,47 +150,64 @@ pub fn cpr_entries(stream: &[u8], descriptors_at: &[usize]) -> Result<Vec<CprEnt
         match cursor.u8()? {
             END_OF_ENTRIES => break,
             ENTRY => {}
-            found => return Err(CprError::Byte { found, at }),
+            found => return refuse(CprError::Byte { found, at }),
         }
         let entry = entry(&mut cursor, descriptors.next())?;
         if !known.insert(entry.clone()) {
             let CprEntry { name, id } = entry;
-            return Err(CprError::Twice { name, id });
+            return refuse(CprError::Twice { name, id });
         }
         entries.push(entry);
     }
     if descriptors_at.len() > entries.len() {
-        return Err(CprError::Surplus {
+        return refuse(CprError::Surplus {
             found: descriptors_at.len(),
             entries: entries.len(),
         });
     }
-    while cursor.peek().is_some() {
+    while cursor.peek()?.is_some() {
         part(&mut cursor)?;
     }
     Ok(entries)
 }
 
-fn entry(cursor: &mut Cursor<'_>, descriptor: Option<usize>) -> Result<CprEntry, CprError> {
+fn entry(cursor: &mut Cursor<&[u8]>, descriptor: Option<usize>) -> Read<CprEntry> {
     let length = cursor.u32()?;
-    super::parse::limit(
+    parse::limit(
         "name of a descriptor",
         length.into(),
         ByteCount(NAME_LIMIT.into()),
     )?;
-    // The length counts the NUL that ends the name.
-    let name = cursor.name(length.saturating_sub(1) as usize)?.to_owned();
+    let name = cursor.name(length.saturating_sub(1) as u8)?;
     expect(cursor, 0)?;
     let id = cursor.u32()?;
     let needed = cursor.at();
     expect(cursor, DESCRIPTOR_BYTE)?;
     match descriptor {
         Some(at) if at == needed => Ok(CprEntry { name, id }),
-        other => Err(CprError::Unpaired {
-            name,
-            needed,
-            found: other,
-        }),
+        found => refuse(CprError::Unpaired { name, needed, found }),
+    }
+}
+
+/// What newer QEMUs tell behind the entries.
+fn part(cursor: &mut Cursor<&[u8]>) -> Read<()> {
+    expect(cursor, wire::SUBSECTION)?;
+    let name = cursor.short_name()?;
+    let version = cursor.u32()?;
+    match (name.as_str(), version) {
+        ("CprState/vfio devices", 1) => match cursor.u8()? {
+            END_OF_ENTRIES => Ok(()),
+            _ => refuse(CprError::PassedThrough),
+        },
+        _ => refuse(CprError::Part { name, version }),
+    }
+}
+
+fn expect(cursor: &mut Cursor<&[u8]>, expected: u8) -> Read<()> {
+    let at = cursor.at();
+    match cursor.u8()? {
+        found if found == expected => Ok(()),
+        found => refuse(CprError::Byte { found, at }),
     }
 }
 
@@ -182,31 +216,6 @@ fn came(at: Option<usize>) -> String {
         || "but none came".to_owned(),
         |at| format!("but came with byte {at}"),
     )
-}
-
-/// What newer QEMUs tell behind the entries.
-fn part(cursor: &mut Cursor<'_>) -> Result<(), CprError> {
-    expect(cursor, wire::SUBSECTION)?;
-    let name = cursor.short_name()?;
-    let version = cursor.u32()?;
-    match (name, version) {
-        ("CprState/vfio devices", 1) => match cursor.u8()? {
-            END_OF_ENTRIES => Ok(()),
-            _ => Err(CprError::PassedThrough),
-        },
-        _ => Err(CprError::Part {
-            name: name.to_owned(),
-            version,
-        }),
-    }
-}
-
-fn expect(cursor: &mut Cursor<'_>, expected: u8) -> Result<(), CprError> {
-    let at = cursor.at();
-    match cursor.u8()? {
-        found if found == expected => Ok(()),
-        found => Err(CprError::Byte { found, at }),
-    }
 }
 
 #[cfg(test)]

@@ -27,6 +27,9 @@
 //! and a switchover command before the RAM section's end from 10.0 on.
 
 mod cpr;
+mod cursor;
+mod multifd;
+mod page_sink;
 mod parse;
 mod precopy;
 mod recording;
@@ -35,8 +38,13 @@ mod wire;
 use std::ops::Deref;
 
 pub use cpr::{CPR_STREAM_LIMIT, CprEntry, CprError, cpr_entries};
+pub(crate) use multifd::MULTIFD_MAGIC;
+pub use multifd::{MULTIFD_OPENING_BYTES, MULTIFD_PACKET_BYTES, MultifdError, MultifdOpening, MultifdPacket};
+pub(crate) use page_sink::{PageSink, ReceiveError};
+pub(crate) use parse::receive;
 pub use precopy::{PrecopyError, try_write_precopy, write_precopy};
 pub use recording::{Recording, StreamBlock};
+pub(crate) use wire::MAGIC as STREAM_MAGIC;
 pub use wire::{PAGE_BYTES, STREAM_LIMIT};
 
 use crate::ByteCount;

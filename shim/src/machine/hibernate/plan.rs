@@ -137,10 +137,7 @@ impl Plan {
     /// QEMU has to list the blocks that were planned, in the lengths that they had.
     pub fn check_blocks(&self, recording: &Recording) -> Result<(), Failure> {
         for planned in self.layout.blocks() {
-            let found = recording
-                .blocks()
-                .iter()
-                .find(|block| block.name == planned.name);
+            let found = recording.blocks().iter().find(|block| block.name == planned.name);
             let why = match found {
                 Some(block) if block.used_length == planned.length => continue,
                 Some(block) => format!(

@@ -243,14 +243,16 @@ impl Work {
         let plan = self.plan()?;
         self.incoming = match plan.choice.channels {
             None => {
-                self.set(direct::find_settings(&self.client, &plan).await?).await?;
+                self.set(direct::find_settings(&self.client, &plan).await?)
+                    .await?;
                 let (recording, sources) = direct::record(&self.client, &plan).await?;
                 self.progress
                     .expect(sources.iter().map(|source| source.length).sum());
                 Some(Incoming::Sources(recording, sources))
             }
             Some(channels) => {
-                self.set(stream::find_settings(&self.client, channels).await?).await?;
+                self.set(stream::find_settings(&self.client, channels).await?)
+                    .await?;
                 let connections = stream::open(&self.client, &plan, channels).await?;
                 self.progress.expect(plan.memory.total());
                 Some(Incoming::Connections(connections))

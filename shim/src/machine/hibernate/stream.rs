@@ -58,9 +58,9 @@ pub async fn open(client: &Client, plan: &Plan, channels: u8) -> Result<Vec<StdS
     connections
         .into_iter()
         .map(|stream| {
-            stream.into_std().map_err(|error| {
-                Failure::new(Code::Internal, format!("cannot hold a connection: {error}"))
-            })
+            stream
+                .into_std()
+                .map_err(|error| Failure::new(Code::Internal, format!("cannot hold a connection: {error}")))
         })
         .collect()
 }
@@ -71,8 +71,8 @@ pub fn write_memory(
     connections: Vec<StdStream>,
     run: &Run<'_>,
 ) -> Result<(Recording, MemoryWritten), Failure> {
-    let incoming = Incoming::of(connections)
-        .map_err(|error| Failure::new(Code::Internal, sentence(&error)))?;
+    let incoming =
+        Incoming::of(connections).map_err(|error| Failure::new(Code::Internal, sentence(&error)))?;
     Ok(writer.write_incoming(incoming, DEVICE_STATE_BOUND, run)?)
 }
 
@@ -91,10 +91,7 @@ pub async fn reason(client: &Client, seen: Failure) -> Failure {
     if seen.code == Code::Cancelled {
         return seen;
     }
-    match client
-        .query::<_, MigrationInfo>(&command::query_migrate {})
-        .await
-    {
+    match client.query::<_, MigrationInfo>(&command::query_migrate {}).await {
         Ok(migration) if migration.status == Some(MigrationStatus::Failed) => not_saved(migration),
         Ok(_) => seen,
         Err(error) => Failure::from(error),

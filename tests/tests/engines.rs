@@ -332,3 +332,60 @@ fn a_qemu_that_is_killed_while_its_handed_over_memory_is_written_leaves_no_image
     assert_eq!(code, Some(UNREACHABLE), "{error}");
     foreign.expect_no_image();
 }
+
+#[test]
+fn private_memory_comes_by_a_stream_from_qemu_7_2() {
+    private_memory_comes_by_a_stream(QemuBuild::V7_2);
+}
+
+#[test]
+fn private_memory_comes_by_a_stream_from_qemu_10_0() {
+    private_memory_comes_by_a_stream(QemuBuild::V10_0);
+}
+
+#[test]
+fn private_memory_comes_by_a_stream_from_qemu_11_1() {
+    private_memory_comes_by_a_stream(QemuBuild::V11_1);
+}
+
+fn private_memory_comes_by_a_stream(build: QemuBuild) {
+    let mode = if build.maps_images() { "map" } else { "eager" };
+    for (options, channels) in [
+        (&[][..], 2),
+        (&["--channels", "0"], 0),
+        (&["--engine", "stream", "--channels", "5"], 5),
+    ] {
+        let foreign = Foreign::start(build, &["-vga", "std"]);
+        let (hibernated, _woken) = foreign.keeps_every_byte(options, mode);
+        assert_eq!(
+            (&hibernated["engine"], &hibernated["channels"]),
+            (&json!("stream"), &json!(channels)),
+            "{hibernated:#}"
+        );
+    }
+}
+
+#[test]
+fn a_guest_that_was_woken_by_map_sleeps_again_and_again() {
+    for build in [QemuBuild::V10_0, QemuBuild::V11_1] {
+        let foreign = Foreign::start(build, &[]);
+        let Scene { dormouse, guest, lab, .. } = &foreign.scene;
+        let (_, mut woken) = foreign.keeps_every_byte(&[], "map");
+        for number in 0..2 {
+            let before = foreign.memory("before");
+            guest.monitor().cont();
+            fs::remove_file(image(&foreign.scene)).ok();
+            guest.monitor().stop();
+            let before = if number == 0 { before } else { foreign.memory("before") };
+            drop(before);
+            let before = foreign.memory("before");
+            let next = lab.path("images/next.image");
+            let hibernated = dormouse.hibernate("guest", &next).expect_success();
+            assert_eq!(hibernated.result()["engine"], "stream");
+            woken.wait_for_end();
+            lab.wait_for_no_qemu();
+            fs::rename(&next, image(&foreign.scene)).unwrap();
+            woken = foreign.wakes_with(&before, "map");
+        }
+    }
+}

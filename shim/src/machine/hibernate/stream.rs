@@ -92,7 +92,10 @@ pub async fn reason(client: &Client, seen: Failure) -> Failure {
         return seen;
     }
     match client.query::<_, MigrationInfo>(&command::query_migrate {}).await {
-        Ok(migration) if migration.status == Some(MigrationStatus::Failed) => not_saved(migration),
+        Ok(migration) if migration.status == Some(MigrationStatus::Failed) => Failure {
+            code: seen.code,
+            ..not_saved(migration).while_doing(&seen.message)
+        },
         Ok(_) => seen,
         Err(error) => Failure::from(error),
     }

@@ -27,7 +27,6 @@ mod layout;
 pub mod manifest;
 mod pages;
 pub(crate) mod reader;
-mod receive;
 mod sealed;
 mod state;
 pub(crate) mod superblock;

@@ -54,14 +54,14 @@ pub struct MemoryWritten {
 /// Dropped without [`ImageWriter::seal`] it leaves nothing behind.
 #[derive(Debug)]
 pub struct ImageWriter {
-    pub(super) volume: Volume,
-    pub(super) layout: Layout,
+    volume: Volume,
+    layout: Layout,
     image_id: Uuid,
     /// Blocks of the layout that were begun. One that failed in the middle is not begun again: what
     /// it wrote could lie where the second attempt finds zeros.
     begun: Vec<bool>,
     /// Chunks of each block of the layout that was written.
-    pub(super) chunks: Vec<Option<Vec<Chunk>>>,
+    chunks: Vec<Option<Vec<Chunk>>>,
     /// Most that the image may need, as far as it is known: for the message when there is no room.
     bound: ByteCount,
 }
@@ -220,7 +220,7 @@ impl ImageWriter {
         Ok(SealedImage::of(published, &table, &sealed))
     }
 
-    pub(super) fn block_to_write(&mut self, name: &str, found: ByteCount) -> Result<usize, ImageError> {
+    fn block_to_write(&mut self, name: &str, found: ByteCount) -> Result<usize, ImageError> {
         let mismatch = |mismatch| ImageError::Mismatch {
             block: name.to_owned(),
             mismatch,
@@ -362,7 +362,7 @@ impl ImageWriter {
         Ok(())
     }
 
-    pub(super) fn failed(&self, operation: &'static str, source: io::Error) -> ImageError {
+    fn failed(&self, operation: &'static str, source: io::Error) -> ImageError {
         self.volume.failed(operation, self.bound, source)
     }
 }
@@ -376,7 +376,7 @@ fn parts_in<'a>(extents: &'a [Range<u64>], range: &'a Range<u64>) -> impl Iterat
         .map(|extent| extent.start.max(range.start)..extent.end.min(range.end))
 }
 
-pub(super) fn written(chunks: &[Chunk]) -> MemoryWritten {
+fn written(chunks: &[Chunk]) -> MemoryWritten {
     let mut written = MemoryWritten::default();
     for chunk in chunks {
         let length = ByteCount(chunk.length.into());

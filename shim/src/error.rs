@@ -178,7 +178,7 @@ impl From<ImageError> for Failure {
             {
                 Code::Usage
             }
-            ImageError::Io { .. } | ImageError::Memory(_) => Code::StorageIo,
+            ImageError::Io { .. } | ImageError::MayBeSealed { .. } | ImageError::Memory(_) => Code::StorageIo,
             _ => Code::Internal,
         };
         Self::new(code, sentence(&error))

@@ -10,8 +10,11 @@ use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::process::Command;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc;
+use std::time::Duration;
 
-use dormouse_storage::{ByteCount, Image, ImageError, ImageState, TornBecause, VolumeKind};
+use dormouse_storage::{ByteCount, Image, ImageError, ImageState, Progress, Run, TornBecause, VolumeKind};
 use fixture::loop_device::LoopDevice;
 use fixture::{Laboratory, MIB, working};
 
@@ -64,7 +67,7 @@ fn zeros_read_as_zeros_in_place_after_the_space_was_given_back() {
     for sector_bytes in [512, 4096] {
         let laboratory = Laboratory::new();
         let device = LoopDevice::with_old_data(LENGTH, sector_bytes);
-        let sealed = laboratory.sealed_at(device.path(), true);
+        let mut sealed = laboratory.sealed_at(device.path(), true);
         assert!(working(|run| sealed.give_back(run)).unwrap());
         drop(sealed);
         let image = Image::open(device.path()).unwrap();
@@ -72,6 +75,38 @@ fn zeros_read_as_zeros_in_place_after_the_space_was_given_back() {
         assert!(read_at(&device, placement.offset, laboratory.ram.len()) == laboratory.ram);
         working(|run| image.verify(run)).unwrap();
     }
+}
+
+#[test]
+fn zeros_are_written_to_a_device_that_cannot_make_them_and_that_can_be_cancelled() {
+    let laboratory = Laboratory::new();
+    let device = LoopDevice::without_zeroing(LENGTH);
+    device.fill_with_old_data();
+    let sealed = laboratory.sealed_at(device.path(), true);
+    let (progress, cancelled) = (Progress::new(sealed.zero()), AtomicBool::new(true));
+    let run = Run {
+        threads: 1,
+        progress: &progress,
+        cancelled: &cancelled,
+    };
+    assert!(matches!(sealed.give_back(&run), Err(ImageError::Cancelled)));
+    assert_eq!(progress.done(), ByteCount::ZERO);
+    let image = Image::open(device.path()).unwrap();
+    assert!(laboratory.filled(&image).unwrap() == laboratory.ram);
+
+    cancelled.store(false, Ordering::Relaxed);
+    assert!(sealed.give_back(&run).unwrap());
+    assert_eq!(
+        (progress.done(), progress.total()),
+        (sealed.zero(), ByteCount::mib(3))
+    );
+    let placement = image.layout().block("pc.ram").unwrap();
+    assert!(read_at(&device, placement.offset, laboratory.ram.len()) == laboratory.ram);
+    let gap = read_at(&device, 512 << 10, 4096);
+    assert!(
+        gap.iter().any(|byte| *byte != 0),
+        "this device was to make no zeros itself"
+    );
 }
 
 #[test]
@@ -273,6 +308,24 @@ fn a_read_only_device_is_refused_by_its_name() {
         error.to_string(),
         format!("{} is read-only", device.path().display())
     );
+}
+
+#[test]
+fn somebody_who_looks_at_a_device_for_a_moment_is_waited_for() {
+    let laboratory = Laboratory::new();
+    let device = LoopDevice::blank(LENGTH, 512);
+    let looking = File::open(device.path()).unwrap();
+    rustix::fs::flock(&looking, rustix::fs::FlockOperation::LockShared).unwrap();
+    let (created, waiting) = mpsc::channel::<()>();
+    let looker = std::thread::spawn(move || {
+        let early = waiting.recv_timeout(Duration::from_millis(200)).is_ok();
+        drop(looking);
+        early
+    });
+    let writer = laboratory.create_at(device.path(), false, None).unwrap();
+    let _ = created.send(());
+    assert!(!looker.join().unwrap(), "the lock was not waited for");
+    drop(writer);
 }
 
 #[test]

@@ -50,6 +50,18 @@ pub enum ImageError {
         #[source]
         source: Corruption,
     },
+    /// The image is encrypted, and no key was given.
+    #[error("{path} is encrypted: its key is needed", path = path.display())]
+    KeyNeeded {
+        /// The image.
+        path: PathBuf,
+    },
+    /// The key is not the one that the image was encrypted with.
+    #[error("the key is not the one that {path} was encrypted with", path = path.display())]
+    WrongKey {
+        /// The image.
+        path: PathBuf,
+    },
     /// The image is in a state in which this may not be done to it.
     #[error("{path} is {found} and cannot become {wanted}", path = path.display())]
     WrongState {
@@ -87,6 +99,16 @@ pub enum ImageError {
         found: u32,
         /// The limit.
         limit: u32,
+    },
+    /// The seal of an image on a block device failed, and so did wiping it: what is found there the next
+    /// time may be a sealed image of a guest that runs on.
+    #[error("could not seal the image on {path}, nor wipe it: it may be found whole there and must not be woken", path = path.display())]
+    MayBeSealed {
+        /// The device.
+        path: PathBuf,
+        /// Why it could not be sealed.
+        #[source]
+        source: io::Error,
     },
     /// The image was opened for reading only, but a state change needs
     /// [`Image::open_locked`](super::Image::open_locked).
@@ -200,6 +222,25 @@ pub enum Corruption {
         /// CRC-32 now.
         found: u32,
     },
+    /// A chunk of RAM that is what was written, but does not decompress.
+    #[error("RAM block {block:?} at {offset:#x}: does not decompress")]
+    ChunkFrame {
+        /// Name of the RAM block.
+        block: String,
+        /// Offset of the chunk in the block, in bytes.
+        offset: u64,
+    },
+    /// A chunk of RAM was altered by someone without the key, or put where it does not belong.
+    #[error("RAM block {block:?} at {offset:#x}: not authentic")]
+    ChunkNotAuthentic {
+        /// Name of the RAM block.
+        block: String,
+        /// Offset of the chunk in the block, in bytes.
+        offset: u64,
+    },
+    /// Device state, chunk table or manifest were altered by someone without the key.
+    #[error("device state, chunk table or manifest: not authentic")]
+    DeviceStateNotAuthentic,
     /// A chunk that was all zeros no longer is.
     #[error("RAM block {block:?} at {offset:#x}: zeros were saved, something else is there")]
     NotZero {

@@ -55,9 +55,63 @@ pub(crate) fn direct_io(file: &File) -> DirectIo {
     }
 }
 
+/// Does `work` in a thread to which io_uring is refused, as container runtimes do it.
+#[cfg(test)]
+pub(crate) fn without_uring<R: Send>(work: impl FnOnce() -> R + Send) -> R {
+    let rule = |code, jump_true, jump_false, value| libc::sock_filter {
+        code,
+        jt: jump_true,
+        jf: jump_false,
+        k: value,
+    };
+    let number = libc::SYS_io_uring_setup as u32;
+    // Load the number of the call; if it is that one say EPERM, else let it pass.
+    let mut filter = [
+        rule((libc::BPF_LD | libc::BPF_W | libc::BPF_ABS) as u16, 0, 0, 0),
+        rule((libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16, 0, 1, number),
+        rule(
+            (libc::BPF_RET | libc::BPF_K) as u16,
+            0,
+            0,
+            libc::SECCOMP_RET_ERRNO | libc::EPERM as u32,
+        ),
+        rule(
+            (libc::BPF_RET | libc::BPF_K) as u16,
+            0,
+            0,
+            libc::SECCOMP_RET_ALLOW,
+        ),
+    ];
+    let confined = || {
+        let program = libc::sock_fprog {
+            len: filter.len() as u16,
+            filter: filter.as_mut_ptr(),
+        };
+        // SAFETY: both calls concern this thread alone; the program and its rules live for the call.
+        let result = unsafe {
+            libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0);
+            libc::prctl(
+                libc::PR_SET_SECCOMP,
+                libc::SECCOMP_MODE_FILTER,
+                &raw const program,
+            )
+        };
+        assert_eq!(result, 0, "{}", io::Error::last_os_error());
+        work()
+    };
+    std::thread::scope(|scope| scope.spawn(confined).join()).expect("the work does not panic")
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn io_uring_is_found_out_by_trying() {
+        try_uring().unwrap();
+        let refused = without_uring(|| try_uring().unwrap_err());
+        assert_eq!(refused.raw_os_error(), Some(libc::EPERM));
+    }
 
     #[test]
     fn a_file_of_this_machine_takes_direct_writes_or_does_not_tell() {

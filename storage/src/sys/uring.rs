@@ -219,3 +219,135 @@ impl Source {
         unsafe { file.write_raw_at(start.add(done), length - done, offset + done as u64) }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::fs::{File, OpenOptions};
+    use std::os::unix::fs::FileExt;
+    use std::path::Path;
+
+    use super::*;
+    use crate::sys::{ALIGNMENT, Mapping};
+
+    const PART: usize = 16 * ALIGNMENT;
+
+    fn file_in(folder: &Path) -> (File, Arc<DirectFile>) {
+        let path = folder.join("file");
+        let file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .create_new(true)
+            .open(&path)
+            .unwrap();
+        let direct = DirectFile::beside(&file, &path, true).unwrap();
+        assert!(
+            direct.is_direct(),
+            "this test needs a disk with O_DIRECT for its temporary files"
+        );
+        (file, Arc::new(direct))
+    }
+
+    fn buffer(byte: u8) -> AlignedBuf {
+        let mut buffer = AlignedBuf::zeroed(PART);
+        buffer.fill(byte);
+        buffer
+    }
+
+    fn read(file: &File, offset: usize, length: usize) -> Vec<u8> {
+        let mut bytes = vec![0xee; length];
+        file.read_exact_at(&mut bytes, offset as u64).unwrap();
+        bytes
+    }
+
+    #[test]
+    fn writes_come_back_with_their_buffers_and_are_where_they_belong() {
+        let folder = tempfile::tempdir().unwrap();
+        let (file, direct) = file_in(folder.path());
+        let mut ring = Ring::new(direct, 4).unwrap();
+        let (mut begun, mut ended) = (0_u8, vec![]);
+        while begun < 40 {
+            if ring.is_full() {
+                ended.extend(ring.reap(1).unwrap());
+            }
+            let offset = usize::from(begun) * PART;
+            ring.begin(Source::Buffer(buffer(begun), PART), offset as u64)
+                .unwrap();
+            begun += 1;
+        }
+        ended.extend(ring.reap(4).unwrap());
+        assert!(ring.is_idle());
+        assert_eq!(ended.len(), 40);
+        for written in ended {
+            written.result.unwrap();
+            let byte = (written.offset as usize / PART) as u8;
+            assert!(matches!(&written.source, Source::Buffer(buffer, PART) if buffer[0] == byte));
+            assert_eq!(read(&file, written.offset as usize, PART), vec![byte; PART]);
+        }
+    }
+
+    #[test]
+    fn a_ring_that_is_dropped_with_writes_in_flight_waits_for_them() {
+        let folder = tempfile::tempdir().unwrap();
+        let (file, direct) = file_in(folder.path());
+        let mut ring = Ring::new(direct, 8).unwrap();
+        for index in 0..8 {
+            ring.begin(
+                Source::Buffer(buffer(index + 1), PART),
+                u64::from(index) * PART as u64,
+            )
+            .unwrap();
+        }
+        let unwound = std::panic::catch_unwind(std::panic::AssertUnwindSafe(move || {
+            let _ring = ring;
+            panic!("in the middle");
+        }));
+        assert!(unwound.is_err());
+        for index in 0..8 {
+            assert_eq!(read(&file, index * PART, PART), vec![index as u8 + 1; PART]);
+        }
+    }
+
+    #[test]
+    fn guest_ram_stays_mapped_until_it_is_written_though_its_owner_let_go() {
+        let folder = tempfile::tempdir().unwrap();
+        let (file, direct) = file_in(folder.path());
+        let ram = tempfile::tempfile_in("/dev/shm").unwrap();
+        ram.write_all_at(&[9; PART], 0).unwrap();
+        let mapping = Mapping::of(&ram, PART).unwrap();
+        let mut ring = Ring::new(direct, 2).unwrap();
+        ring.begin(Source::mapped(&mapping, &(0..PART / 2)), 0).unwrap();
+        ring.begin(Source::mapped(&mapping, &(PART / 2..PART)), PART as u64 / 2)
+            .unwrap();
+        drop((mapping, ram));
+        for written in ring.reap(2).unwrap() {
+            written.result.unwrap();
+        }
+        assert_eq!(read(&file, 0, PART), vec![9; PART]);
+    }
+
+    #[test]
+    fn what_the_file_system_refuses_to_write_directly_is_written_the_plain_way() {
+        let folder = tempfile::tempdir().unwrap();
+        let (file, direct) = file_in(folder.path());
+        let mut ring = Ring::new(Arc::clone(&direct), 1).unwrap();
+        ring.begin(Source::Buffer(buffer(3), 100), 0).unwrap();
+        for written in ring.reap(1).unwrap() {
+            written.result.unwrap();
+        }
+        assert_eq!(read(&file, 0, 100), [3; 100]);
+        assert!(direct.is_direct(), "one odd length says nothing of the others");
+    }
+
+    #[test]
+    fn an_error_is_told_with_its_place_and_its_buffer() {
+        let folder = tempfile::tempdir().unwrap();
+        let (file, _) = file_in(folder.path());
+        let read_only = DirectFile::beside(&file, &folder.path().join("file"), false).unwrap();
+        let mut ring = Ring::new(Arc::new(read_only), 1).unwrap();
+        ring.begin(Source::Buffer(buffer(1), PART), 8192).unwrap();
+        let written = ring.reap(1).unwrap().pop().unwrap();
+        assert_eq!(written.offset, 8192);
+        assert_eq!(written.result.unwrap_err().raw_os_error(), Some(libc::EBADF));
+        assert!(matches!(written.source, Source::Buffer(..)));
+    }
+}

@@ -35,13 +35,15 @@
 //! | an image of a later format | [`ImageError::NewerFormat`] | [`ImageError::NewerFormat`] |
 //! | anything else | [`ImageError::NotAnImage`] | yes: a device is made to be overwritten, a file that is no image never is |
 //!
-//! A device that is in use (mounted, swap, part of another device, or held by another Dormouse), read-only
+//! A device on which neither the seal nor the wipe worked is told as [`ImageError::MayBeSealed`]. One
+//! that is in use (mounted, swap, part of another device, or held by another Dormouse), read-only
 //! or of larger sectors than 4096 bytes is refused in any case.
 
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::hold::open_held;
 use crate::ByteCount;
@@ -61,6 +63,8 @@ pub(super) struct DeviceInWriting {
     length: ByteCount,
     /// Whether the superblocks are ours to wipe.
     begun: bool,
+    /// Set when a seal failed and wiping as well.
+    may_be_sealed: AtomicBool,
 }
 
 impl DeviceInWriting {
@@ -88,6 +92,7 @@ impl DeviceInWriting {
             path: path.to_owned(),
             length,
             begun: false,
+            may_be_sealed: AtomicBool::new(false),
         })
     }
 
@@ -113,11 +118,20 @@ impl DeviceInWriting {
 
     /// Makes both copies say `sealed`, one after the other. All else must have been synced.
     pub(super) fn seal(&self, copy: &[u8; COPY_BYTES]) -> io::Result<()> {
-        for offset in COPY_OFFSETS.iter().rev() {
+        let sealed = COPY_OFFSETS.iter().rev().try_for_each(|offset| {
             self.file.write_all_at(copy, *offset)?;
-            self.file.sync_data()?;
+            self.file.sync_data()
+        });
+        // At once, because whether that worked belongs to what is told of the failure.
+        if sealed.is_err() && wipe(&self.file, 1).is_err() {
+            self.may_be_sealed.store(true, Ordering::Relaxed);
         }
-        Ok(())
+        sealed
+    }
+
+    /// Whether a seal failed in such a way that a reader may find a sealed image.
+    pub(super) fn may_be_sealed(&self) -> bool {
+        self.may_be_sealed.load(Ordering::Relaxed)
     }
 
     /// The device with the image that is whole on it.
@@ -183,5 +197,30 @@ fn check_content(device: &File, path: &Path, length: ByteCount, replace: bool) -
                 path: path.to_owned(),
             })
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_seal_that_fails_is_wiped_and_told_if_that_fails_too() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let device = |file| DeviceInWriting {
+            file,
+            path: "/dev/test".into(),
+            length: ByteCount::mib(1),
+            begun: false,
+            may_be_sealed: AtomicBool::new(false),
+        };
+        let whole = device(file.reopen().unwrap());
+        whole.seal(&[7; COPY_BYTES]).unwrap();
+        assert!(!whole.may_be_sealed());
+        assert_eq!(std::fs::read(file.path()).unwrap(), [7; 2 * COPY_BYTES]);
+
+        let broken = device(File::open(file.path()).unwrap());
+        broken.seal(&[7; COPY_BYTES]).unwrap_err();
+        assert!(broken.may_be_sealed());
     }
 }

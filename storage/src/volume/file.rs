@@ -89,11 +89,13 @@ impl PartialFile {
         &self.folder
     }
 
-    /// Bytes free for those who are not root, because root's reserve is not there to hold images.
-    pub(super) fn available(&self) -> Result<ByteCount, ImageError> {
+    /// Bytes free for those who are not root, because root's reserve is not there to hold images;
+    /// `None` where the file system has no bound (ramfs, an unlimited tmpfs, some of FUSE).
+    pub(super) fn available(&self) -> Result<Option<ByteCount>, ImageError> {
         let free = rustix::fs::fstatvfs(&self.file)
             .map_err(|error| ImageError::io("ask for free space on", &self.folder, error))?;
-        Ok(ByteCount(free.f_bavail.saturating_mul(free.f_frsize)))
+        let bytes = ByteCount(free.f_bavail.saturating_mul(free.f_frsize));
+        Ok((free.f_blocks > 0).then_some(bytes))
     }
 
     /// Allocates the file's first bytes where the file system can do that.

@@ -8,12 +8,16 @@ use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::Path;
+use std::time::{Duration, Instant};
 
 use rustix::fs::FlockOperation;
 use rustix::io::Errno;
 
 use crate::image::ImageError;
 use crate::sys::block_device;
+
+/// How long others may look at a device that is ours already.
+const PATIENCE: Duration = Duration::from_secs(2);
 
 /// Whether `path` leads to a block device.
 pub(crate) fn is_block_device(path: &Path) -> bool {
@@ -39,7 +43,7 @@ pub(crate) fn open_held(path: &Path) -> Result<File, ImageError> {
     }
     match options.custom_flags(libc::O_EXCL).open(path) {
         Ok(device) => {
-            lock(&device, path)?;
+            lock_claimed(&device, path)?;
             Ok(device)
         }
         Err(error) => Err(why_not(path, error)),
@@ -54,6 +58,24 @@ pub(crate) fn lock(file: &File, path: &Path) -> Result<(), ImageError> {
             path: path.to_owned(),
         }),
         Err(error) => Err(ImageError::io("lock", path, error)),
+    }
+}
+
+/// Takes the lock on a device that is open for us alone. No other Dormouse has it then; udev holds a
+/// shared lock for a moment after whoever wrote to a device closes it, and tells nobody when that ends.
+fn lock_claimed(device: &File, path: &Path) -> Result<(), ImageError> {
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        match lock(device, path) {
+            Err(ImageError::Locked { .. }) if Instant::now() < deadline => {
+                #[allow(
+                    clippy::disallowed_methods,
+                    reason = "a lock has no way to be waited for with a deadline"
+                )]
+                std::thread::sleep(Duration::from_millis(10));
+            }
+            result => return result,
+        }
     }
 }
 

@@ -144,3 +144,94 @@ impl Lane {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::fs::{File, OpenOptions};
+    use std::os::unix::fs::FileExt;
+    use std::path::Path;
+
+    use super::*;
+    use crate::sys::probe;
+
+    fn lane_to(folder: &Path, writable: bool, backend: Backend) -> (File, Lane) {
+        let path = folder.join("file");
+        let file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .open(&path)
+            .unwrap();
+        let io = DirectFile::beside(&file, &path, writable).unwrap();
+        (file, Lane::on(Arc::new(io), backend, DEPTH))
+    }
+
+    fn buffer(lane: &mut Lane, byte: u8) -> AlignedBuf {
+        let mut buffer = lane.buffer();
+        buffer.fill(byte);
+        buffer
+    }
+
+    #[test]
+    fn a_length_that_is_no_number_of_pages_is_filled_up_with_zeros() {
+        for backend in [Backend::Uring, Backend::Pwrite] {
+            let folder = tempfile::tempdir().unwrap();
+            let (file, mut lane) = lane_to(folder.path(), true, backend);
+            let bytes = buffer(&mut lane, 5);
+            lane.write_buffer(bytes, 5000, 4096).unwrap();
+            lane.finish().unwrap();
+            let mut read = vec![0xff; 8192];
+            file.read_exact_at(&mut read, 4096).unwrap();
+            assert!(read[..5000].iter().all(|byte| *byte == 5));
+            assert!(read[5000..].iter().all(|byte| *byte == 0));
+        }
+    }
+
+    #[test]
+    fn more_writes_than_fit_in_flight_go_through_with_few_buffers() {
+        let folder = tempfile::tempdir().unwrap();
+        let (file, mut lane) = lane_to(folder.path(), true, Backend::Uring);
+        let chunk = CHUNK_BYTES as usize;
+        for index in 0..20_u8 {
+            let bytes = buffer(&mut lane, index);
+            lane.write_buffer(bytes, chunk, u64::from(index) * chunk as u64)
+                .unwrap();
+        }
+        lane.finish().unwrap();
+        assert!(lane.spare.len() <= DEPTH + 1, "{} buffers", lane.spare.len());
+        for index in 0..20_u8 {
+            let mut read = vec![0xff; chunk];
+            file.read_exact_at(&mut read, u64::from(index) * chunk as u64)
+                .unwrap();
+            assert!(read.iter().all(|byte| *byte == index));
+        }
+    }
+
+    #[test]
+    fn an_error_is_told_at_the_latest_by_the_end() {
+        for backend in [Backend::Uring, Backend::Pwrite] {
+            let folder = tempfile::tempdir().unwrap();
+            let (_file, mut lane) = lane_to(folder.path(), false, backend);
+            let bytes = buffer(&mut lane, 1);
+            let error = lane
+                .write_buffer(bytes, 4096, 0)
+                .and_then(|()| lane.finish())
+                .unwrap_err();
+            assert_eq!(error.raw_os_error(), Some(libc::EBADF), "{backend}");
+        }
+    }
+
+    #[test]
+    fn a_lane_that_gets_no_ring_writes_without() {
+        let folder = tempfile::tempdir().unwrap();
+        let (file, mut lane) = probe::without_uring(|| lane_to(folder.path(), true, Backend::Uring));
+        assert!(lane.ring.is_none());
+        let bytes = buffer(&mut lane, 8);
+        lane.write_buffer(bytes, 4096, 0).unwrap();
+        lane.finish().unwrap();
+        let mut read = vec![0; 4096];
+        file.read_exact_at(&mut read, 0).unwrap();
+        assert_eq!(read, vec![8; 4096]);
+    }
+}

@@ -109,8 +109,7 @@ impl Volume {
     pub(crate) fn reserve(&self, needed: ByteCount) -> Result<(), ImageError> {
         // First asked, then taken: filling a disk to its last block only to find it too small would
         // hurt others on it.
-        let available = self.available()?;
-        if available < needed {
+        if let Some(available) = self.available()?.filter(|available| *available < needed) {
             return Err(self.no_space(needed, available));
         }
         match &self.place {
@@ -212,8 +211,17 @@ impl Volume {
 
     /// What an error of a write means for an image that needs `needed` bytes.
     pub(crate) fn failed(&self, operation: &'static str, needed: ByteCount, source: io::Error) -> ImageError {
+        if let Place::BlockDevice(device) = &self.place
+            && device.may_be_sealed()
+        {
+            return ImageError::MayBeSealed {
+                path: device.path().to_owned(),
+                source,
+            };
+        }
         if is_out_of_space(&source) {
-            return self.no_space(needed, self.available().unwrap_or_default());
+            let available = self.available().unwrap_or_default();
+            return self.no_space(needed, available.unwrap_or_default());
         }
         ImageError::io(operation, self.path(), source)
     }
@@ -225,10 +233,10 @@ impl Volume {
         }
     }
 
-    fn available(&self) -> Result<ByteCount, ImageError> {
+    fn available(&self) -> Result<Option<ByteCount>, ImageError> {
         match &self.place {
             Place::File(partial) => partial.available(),
-            Place::BlockDevice(device) => Ok(device.length()),
+            Place::BlockDevice(device) => Ok(Some(device.length())),
         }
     }
 

@@ -213,7 +213,7 @@ impl Work {
             let options = CreateOptions {
                 replace,
                 image_id,
-                backend: None,
+                ..CreateOptions::default()
             };
             let mut writer = ImageWriter::create(&target, plan.layout.clone(), options)?;
             writer.reserve(DEVICE_STATE_BOUND)?;
@@ -282,7 +282,7 @@ impl Work {
             let (recording, written) = match incoming {
                 Incoming::Sources(recording, sources) => {
                     let written = direct::write_memory(&mut writer, sources, &run)?;
-                    writer.write_pages(&recording)?;
+                    writer.write_pages(&recording, &run)?;
                     (recording, written)
                 }
                 Incoming::Connections(connections) => stream::write_memory(&mut writer, connections, &run)?,
@@ -357,7 +357,7 @@ impl Work {
             )
             .with_guest(GuestState::Paused));
         }
-        if let Some(sealed) = self.sealed.take() {
+        if let Some(mut sealed) = self.sealed.take() {
             // Space that is not given back is no reason to call a sealed image a failure.
             let given_back = blocking(move || {
                 let run = Run {

@@ -10,7 +10,7 @@
 //! What is guaranteed:
 //!
 //! * A chunk is put once, by the thread that completes it. Of every page of every block it is known
-//!   in one bit whether it came; at the end all must have, and none twice.
+//!   in one bit whether it came; at the end all must have, and none twice (but for echoes).
 //! * A chunk of zero pages only takes no buffer. At most [`OPEN_LIMIT`] chunks are open, and what one
 //!   packet touches more (128, all in chunks of their own): 192 MiB, seldom more than a few.
 //! * No thread waits for what can only come after it: see below.
@@ -31,8 +31,14 @@
 //! the last packet for this one, and every channel is beyond the packet that opened it. If no chunk was
 //! passed, the channel that is furthest behind takes one more buffer, and all others wait for it: it
 //! has its packet, so it goes on whatever they do.
+//!
+//! # Echoes
+//!
+//! QEMU 7.2 sends the last page of a full packet again as the first of the next one when its channel
+//! was quick: it looks at the packet's block after it gave the packet away. Either can come first. Such
+//! a page is not a sign of a guest that runs; it is read and forgotten.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::io::IoSliceMut;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 
@@ -77,11 +83,25 @@ struct State {
     opened: u64,
     /// The last packet of each connection that is a channel and has not ended, or may be one.
     channels: Vec<Option<u64>>,
+    /// Where packets begin and end that can be an echo or have one.
+    ends: BTreeSet<PacketEnds>,
+}
+
+/// The first page of a packet, and its last if it is full, by numbers of pages in the block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct PacketEnds {
+    number: u64,
+    block: usize,
+    first: u64,
+    last: Option<u64>,
 }
 
 #[derive(Default)]
 struct Chunk {
+    /// Pages that came, or are being read by a channel.
     came: PageSet,
+    /// How many of them are there.
+    there: usize,
     put: bool,
     open: Option<Box<Open>>,
 }
@@ -131,6 +151,7 @@ impl<'a, S: ChunkSink> Assembly<'a, S> {
                 open: BTreeMap::new(),
                 opened: 0,
                 channels: vec![Some(0); connections],
+                ends: BTreeSet::new(),
             }),
             moved: Condvar::new(),
             blocks,
@@ -179,7 +200,7 @@ impl<'a, S: ChunkSink> Assembly<'a, S> {
     pub(super) fn check_whole(&self) -> Result<(), ImageError> {
         let state = self.lock();
         for (block, chunks) in self.blocks.iter().zip(&state.chunks) {
-            let found = chunks.iter().map(|chunk| chunk.came.len() as u64).sum();
+            let found = chunks.iter().map(|chunk| chunk.there as u64).sum();
             if found != block.pages {
                 return Err(ImageError::Mismatch {
                     block: block.name.clone(),
@@ -223,7 +244,7 @@ impl<'a, S: ChunkSink> Assembly<'a, S> {
         (self.blocks[block].name.clone(), offset)
     }
 
-    /// Whether these data pages may still come.
+    /// Whether these data pages may come now.
     fn check(&self, block: usize, part: &Part, chunk: &Chunk) -> Result<(), ImageError> {
         if let Some(page) = chunk.came.and(part.data).first() {
             return Err(self.again(block, part.chunk, page));
@@ -269,14 +290,26 @@ impl<'a, S: ChunkSink> Feeder<'a, S> {
             return self.commit(0, &[], packet.number);
         };
         let block = self.block(name)?;
-        let parts = self.parts(block, packet)?;
-        let buffers = self.open(block, &parts, packet.number)?;
+        let mut parts = self.parts(block, packet)?;
+        let ends = ends_of(packet, block);
+        let buffers = self.open(block, &mut parts, packet.number, ends)?;
+        let is_taken = |offset| {
+            let (chunk, page) = place(offset);
+            let mut parts = parts.iter();
+            parts.any(|part| part.chunk == chunk && part.data.contains(page))
+        };
+        // A packet has two ends, so there are no more echoes in it.
+        let mut echoes = [[0; PAGE_BYTES]; 2];
+        let mut unused = echoes.iter_mut();
         let mut slices = Vec::new();
-        for run in runs(packet.data_pages()) {
+        for run in runs(packet.data_pages(), is_taken) {
             let (chunk, page) = place(run.start);
-            // Opened just now, all that have data.
-            let buffer = buffers.iter().find(|(of, _)| *of == chunk);
-            let pages = buffer.and_then(|(_, buffer)| buffer.claim(page, run.pages));
+            let pages = if run.is_taken {
+                let buffer = buffers.iter().find(|(of, _)| *of == chunk);
+                buffer.and_then(|(_, buffer)| buffer.claim(page, run.pages))
+            } else {
+                unused.next().map(|echo| &mut echo[..])
+            };
             slices.push(IoSliceMut::new(
                 pages.ok_or_else(|| self.assembly.again(block, chunk, page))?,
             ));
@@ -310,20 +343,44 @@ impl<'a, S: ChunkSink> Feeder<'a, S> {
         self.assembly.again(block, chunk, page)
     }
 
-    /// Buffers of all parts that have data, opened where they are not yet. The pages are to be
-    /// claimed there, the buffers then let go of, and the pages [committed](Self::commit).
-    pub(super) fn open(
-        &mut self,
-        block: usize,
-        parts: &[Part],
-        number: u64,
-    ) -> Result<Vec<(usize, Arc<PagedBuf>)>, ImageError> {
+    /// The buffer of a chunk for the main stream, opened if it is not yet. Pages are to be claimed
+    /// there, the buffer then let go of, and the pages [committed](Self::commit).
+    pub(super) fn open_one(&mut self, block: usize, chunk: usize) -> Result<Arc<PagedBuf>, ImageError> {
         let assembly = self.assembly;
-        let parts = || parts.iter().filter(|part| !part.data.is_empty());
         let mut state = assembly.lock();
         loop {
+            let full = state.chunks[block][chunk].open.is_none() && state.open.len() >= OPEN_LIMIT;
+            if full {
+                // It tells pages in order, and needs one chunk at a time.
+                return Err(IncomingError::Scattered { limit: OPEN_LIMIT }.into());
+            }
+            if let Some(buffer) = state.open(block, chunk, 0, &mut self.spare) {
+                return Ok(buffer);
+            }
+            drop(state);
+            self.spare.push(assembly.sink.buffer(&mut self.lane));
+            state = assembly.lock();
+        }
+    }
+
+    /// Buffers of all parts that have data, opened where they are not yet, for a packet's pages,
+    /// which are taken down as coming; echoes are taken out of the parts. The pages are to be claimed
+    /// there, the buffers then let go of, and the pages [committed](Self::commit).
+    fn open(
+        &mut self,
+        block: usize,
+        parts: &mut [Part],
+        number: u64,
+        ends: Option<PacketEnds>,
+    ) -> Result<Vec<(usize, Arc<PagedBuf>)>, ImageError> {
+        let assembly = self.assembly;
+        let mut state = assembly.lock();
+        loop {
+            if let Some(ends) = ends {
+                state.take_out_echoes(parts, ends);
+            }
             let mut missing = 0;
-            for part in parts() {
+            for part in parts.iter().filter(|part| !part.data.is_empty()) {
                 let chunk = &state.chunks[block][part.chunk];
                 assembly.check(block, part, chunk)?;
                 missing += usize::from(chunk.open.is_none());
@@ -335,7 +392,7 @@ impl<'a, S: ChunkSink> Feeder<'a, S> {
                     state = assembly.lock();
                     continue;
                 }
-                if !self.may_exceed(&state)? {
+                if !self.may_exceed(&state) {
                     state = assembly.wait(state)?;
                     continue;
                 }
@@ -348,7 +405,11 @@ impl<'a, S: ChunkSink> Feeder<'a, S> {
                 state = assembly.lock();
                 continue;
             }
-            let opened = parts().filter_map(|part| {
+            state.ends.extend(ends);
+            let with_data = parts.iter().filter(|part| !part.data.is_empty());
+            let opened = with_data.filter_map(|part| {
+                let chunk = &mut state.chunks[block][part.chunk];
+                chunk.came = chunk.came.or(part.data);
                 let buffer = state.open(block, part.chunk, number, &mut self.spare)?;
                 Some((part.chunk, buffer))
             });
@@ -364,20 +425,25 @@ impl<'a, S: ChunkSink> Feeder<'a, S> {
         let mut state = assembly.lock();
         for part in parts {
             let chunk = &mut state.chunks[block][part.chunk];
-            assembly.check(block, part, chunk)?;
-            // Zero pages that another thread was given a place for.
+            if self.channel.is_none() {
+                assembly.check(block, part, chunk)?;
+                chunk.came = chunk.came.or(part.data);
+            }
+            // Another thread may be about to read a page that is told to be zero here.
             let claimed = chunk.open.as_ref().map(|open| PageSet(open.buffer.claimed()));
             let came = chunk.came.or(claimed.unwrap_or_default());
             if let Some(page) = came.and(part.zero).first() {
                 return Err(assembly.again(block, part.chunk, page));
             }
-            chunk.came = chunk.came.or(part.data).or(part.zero);
-            if !chunk.put && chunk.came.len() == assembly.pages_of(block, part.chunk) {
+            chunk.came = chunk.came.or(part.zero);
+            chunk.there += part.data.len() + part.zero.len();
+            if !chunk.put && chunk.there == assembly.pages_of(block, part.chunk) {
                 complete.push(state.close(block, part.chunk));
             }
         }
         if let Some(last) = self.channel.and_then(|channel| state.channels[channel].as_mut()) {
             *last = number.max(*last);
+            state.forget_old_ends();
         }
         drop(state);
         assembly.moved.notify_all();
@@ -463,15 +529,11 @@ impl<'a, S: ChunkSink> Feeder<'a, S> {
         Ok(parts)
     }
 
-    /// Whether this thread may open more than the limit: only the channel furthest behind. The main
-    /// stream tells pages in order, and needs one.
-    fn may_exceed(&self, state: &State) -> Result<bool, ImageError> {
-        let Some(connection) = self.channel else {
-            return Err(IncomingError::Scattered { limit: OPEN_LIMIT }.into());
-        };
+    /// Whether this thread may open more than the limit: only the channel furthest behind.
+    fn may_exceed(&self, state: &State) -> bool {
         let channels = state.channels.iter().enumerate();
         let last = channels.filter_map(|(connection, packet)| Some((packet.as_ref()?, connection)));
-        Ok(last.min().is_none_or(|(_, behind)| behind == connection))
+        last.min().is_none_or(|(_, behind)| self.channel == Some(behind))
     }
 }
 
@@ -518,10 +580,7 @@ impl State {
 
     /// A chunk that all channels have passed, closed, with its block.
     fn presume(&mut self) -> Option<(usize, Complete)> {
-        let channels = || self.channels.iter().flatten();
-        let all_are_beyond = *channels().min()?;
-        // Packets that change places do so with those of the same round's end.
-        let margin = 2 * channels().count() as u64;
+        let (all_are_beyond, margin) = (self.all_are_beyond()?, self.margin());
         let open = |(block, chunk): (usize, usize)| self.chunks[block][chunk].open.as_ref();
         let passed = (self.open.values())
             .filter_map(|place| open(*place))
@@ -536,28 +595,102 @@ impl State {
         })?;
         Some((block, self.close(block, chunk)))
     }
+
+    /// Takes those pages out of a packet's parts that came before at the other end of a neighbour.
+    fn take_out_echoes(&self, parts: &mut [Part], ends: PacketEnds) {
+        let mut take_out = |page: u64, is_echo: &dyn Fn(&PacketEnds) -> bool| {
+            let (chunk, page) = place(page * PAGE_BYTES as u64);
+            let part = parts.iter_mut().find(|part| part.chunk == chunk);
+            let Some(part) = part.filter(|_| self.chunks[ends.block][chunk].came.contains(page)) else {
+                return;
+            };
+            let margin = self.margin();
+            let near = ends.number.saturating_sub(margin)..=ends.number.saturating_add(margin);
+            let mut neighbours = self
+                .ends
+                .range(PacketEnds::least(*near.start())..)
+                .take_while(|other| near.contains(&other.number));
+            if neighbours.any(|other| other.block == ends.block && is_echo(other)) {
+                part.data.remove(page);
+            }
+        };
+        take_out(ends.first, &|other| other.last == Some(ends.first));
+        if let Some(last) = ends.last {
+            take_out(last, &|other| other.first == last);
+        }
+    }
+
+    /// Ends of packets that all channels have passed have no echo any more.
+    fn forget_old_ends(&mut self) {
+        let Some(passed) = self.all_are_beyond() else {
+            return;
+        };
+        let old = passed.saturating_sub(2 * self.margin());
+        while self.ends.first().is_some_and(|ends| ends.number < old) {
+            self.ends.pop_first();
+        }
+    }
+
+    /// Every channel has sent a packet of this number or a higher one.
+    fn all_are_beyond(&self) -> Option<u64> {
+        self.channels.iter().flatten().min().copied()
+    }
+
+    /// How far the number of a packet can be from its place: packets that change places do so with
+    /// those that end the same round, one of each channel.
+    fn margin(&self) -> u64 {
+        2 * self.channels.iter().flatten().count() as u64
+    }
 }
 
-/// Pages that follow each other within one chunk.
+impl PacketEnds {
+    fn least(number: u64) -> Self {
+        Self {
+            number,
+            block: 0,
+            first: 0,
+            last: None,
+        }
+    }
+}
+
+fn ends_of(packet: &MultifdPacket<'_>, block: usize) -> Option<PacketEnds> {
+    let page = |offset: u64| offset / PAGE_BYTES as u64;
+    let data = packet.data_pages();
+    let is_full = data.len() == MultifdPacket::PAGES_LIMIT;
+    Some(PacketEnds {
+        number: packet.number,
+        block,
+        first: page(packet.data_pages().next()?),
+        last: data.last().filter(|_| is_full).map(page),
+    })
+}
+
+/// Pages that follow each other within one chunk, all of them taken or none.
 struct PageRun {
     start: u64,
     pages: usize,
+    is_taken: bool,
 }
 
-/// Few long slices are read faster than many pages.
-fn runs(offsets: impl Iterator<Item = u64>) -> Vec<PageRun> {
+/// Few long slices are read faster than many pages. Pages that are not taken are by themselves.
+fn runs(offsets: impl Iterator<Item = u64>, is_taken: impl Fn(u64) -> bool) -> Vec<PageRun> {
     let mut runs: Vec<PageRun> = Vec::new();
     for offset in offsets {
+        let is_taken = is_taken(offset);
         match runs.last_mut() {
             Some(run)
                 if offset == run.start + (run.pages * PAGE_BYTES) as u64
-                    && !offset.is_multiple_of(CHUNK_BYTES) =>
+                    && !offset.is_multiple_of(CHUNK_BYTES)
+                    && is_taken
+                    && run.is_taken =>
             {
                 run.pages += 1;
             }
             _ => runs.push(PageRun {
                 start: offset,
                 pages: 1,
+                is_taken,
             }),
         }
     }

@@ -140,16 +140,8 @@ impl<S: ChunkSink> PageSink for Pages<'_, S> {
             return Ok(());
         };
         if buffer.is_none() {
-            let mut wanted = Part {
-                chunk: part.chunk,
-                ..Part::default()
-            };
-            wanted.data.insert(page);
-            let opened = self
-                .feeder
-                .open(*block, &[wanted], 0)
-                .map_err(ReceiveError::Sink)?;
-            *buffer = opened.into_iter().next().map(|(_, buffer)| buffer);
+            let opened = self.feeder.open_one(*block, part.chunk);
+            *buffer = Some(opened.map_err(ReceiveError::Sink)?);
         }
         let bytes = buffer.as_ref().and_then(|buffer| buffer.claim(page, 1));
         let Some(bytes) = bytes.and_then(|bytes| bytes.first_chunk_mut()) else {

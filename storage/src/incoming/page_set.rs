@@ -27,6 +27,10 @@ impl PageSet {
         new
     }
 
+    pub(super) fn remove(&mut self, page: usize) {
+        self.0[page / WORD_PAGES] &= !(1 << (page % WORD_PAGES));
+    }
+
     pub(super) fn is_empty(&self) -> bool {
         self.0 == Self::default().0
     }

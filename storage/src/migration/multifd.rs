@@ -30,8 +30,7 @@ pub(crate) const MULTIFD_MAGIC: u32 = 0x1122_3344;
 
 const VERSION: u32 = 1;
 
-/// Pages in a packet: 512 KiB of payload, in every version of QEMU with pages of 4 KiB.
-const PAGES_LIMIT: usize = 128;
+const PAGES_LIMIT: usize = MultifdPacket::PAGES_LIMIT;
 
 const NAME_AT: usize = 64;
 const OFFSETS_AT: usize = NAME_AT + 256;
@@ -69,6 +68,14 @@ pub struct MultifdPacket<'a> {
     data: usize,
     zero: usize,
     offsets: &'a [[u8; 8]],
+}
+
+impl MultifdPacket<'_> {
+    /// Pages of a full packet: 512 KiB of payload, in every version of QEMU with pages of 4 KiB.
+    pub const PAGES_LIMIT: usize = 128;
+
+    /// Length of what [`MultifdPacket::check_head`] looks at.
+    pub(crate) const HEAD_BYTES: usize = 12;
 }
 
 impl<'a> MultifdPacket<'a> {
@@ -143,9 +150,6 @@ impl<'a> MultifdPacket<'a> {
         };
         Err(MultifdError::Compression { method })
     }
-
-    /// Length of what [`MultifdPacket::check_head`] looks at.
-    pub(crate) const HEAD_BYTES: usize = 12;
 
     /// Offsets in the block of the pages that the payload holds, in its order; multiples of 4 KiB.
     pub fn data_pages(&self) -> impl ExactSizeIterator<Item = u64> + use<'a> {

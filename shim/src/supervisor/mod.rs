@@ -244,10 +244,17 @@ impl Desk {
         if self.running.is_some() {
             return Err(Failure::new(Code::Refused, "another operation is under way"));
         }
-        let NewOperation::Hibernate { to, replace } = wish;
+        let NewOperation::Hibernate {
+            to,
+            replace,
+            engine,
+            channels,
+        } = wish;
         let request = hibernate::Request {
             target: absolute(to)?,
             replace,
+            engine,
+            channels,
             vm_name: handle.name.clone(),
             command_line: Some(handle.command_line.clone()),
             shape: handle.shape.clone(),

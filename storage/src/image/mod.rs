@@ -32,6 +32,7 @@ mod layout;
 pub mod manifest;
 mod pages;
 pub(crate) mod reader;
+mod receive;
 mod sealed;
 mod state;
 pub(crate) mod superblock;

@@ -82,7 +82,7 @@ pub struct MemoryWritten {
 #[derive(Debug)]
 pub struct ImageWriter {
     volume: Volume,
-    layout: Layout,
+    pub(super) layout: Layout,
     image_id: Uuid,
     codec: Codec,
     rate_limit: Option<RateLimit>,
@@ -90,7 +90,7 @@ pub struct ImageWriter {
     /// it wrote could lie where the second attempt finds zeros.
     begun: Vec<bool>,
     /// Chunks of each block of the layout that was written.
-    chunks: Vec<Option<Vec<Chunk>>>,
+    pub(super) chunks: Vec<Option<Vec<Chunk>>>,
     /// Most that the image may need, as far as it is known: for the message when there is no room.
     bound: ByteCount,
 }
@@ -265,7 +265,7 @@ impl ImageWriter {
         Ok(SealedImage::of(published, &table, sealed))
     }
 
-    fn block_to_write(&mut self, name: &str, found: ByteCount) -> Result<usize, ImageError> {
+    pub(super) fn block_to_write(&mut self, name: &str, found: ByteCount) -> Result<usize, ImageError> {
         let mismatch = |mismatch| ImageError::Mismatch {
             block: name.to_owned(),
             mismatch,
@@ -316,7 +316,7 @@ impl ImageWriter {
         Ok(chunks)
     }
 
-    fn chunk_writer<'a>(&'a self, cancelled: &'a AtomicBool) -> ChunkWriter<'a> {
+    pub(super) fn chunk_writer<'a>(&'a self, cancelled: &'a AtomicBool) -> ChunkWriter<'a> {
         ChunkWriter {
             volume: &self.volume,
             layout: &self.layout,
@@ -368,7 +368,7 @@ impl ImageWriter {
     }
 }
 
-fn written(chunks: &[Chunk]) -> MemoryWritten {
+pub(super) fn written(chunks: &[Chunk]) -> MemoryWritten {
     let mut written = MemoryWritten::default();
     for chunk in chunks {
         let length = ByteCount(chunk.length.into());

@@ -166,6 +166,7 @@ impl From<ImageError> for Failure {
             | ImageError::DeviceInUse { .. }
             | ImageError::ReadOnly { .. }
             | ImageError::SectorSize { .. }
+            | ImageError::DeviceHoldsOther { .. }
             | ImageError::TargetExists { .. }
             | ImageError::HoldsGuest { .. } => Code::Refused,
             ImageError::KeyNeeded { .. } => Code::Usage,

@@ -185,9 +185,8 @@ fn write(ram: &Ram, way: &Way, arguments: &Arguments) -> (f64, f64) {
     }])
     .expect("layout");
     let options = CreateOptions {
-        replace: false,
-        image_id: Default::default(),
         backend: Some(way.backend),
+        ..CreateOptions::default()
     };
     let mut writer = ImageWriter::create(&target, layout, options).expect("create");
     writer.reserve(ByteCount::mib(1)).expect("reserve");

@@ -21,8 +21,10 @@
 
 mod byte_count;
 pub mod image;
+mod incoming;
 pub mod memory;
 pub mod migration;
+mod rate_limit;
 mod run;
 #[allow(unsafe_code)]
 mod sys;
@@ -30,9 +32,11 @@ mod volume;
 
 pub use byte_count::ByteCount;
 pub use image::{
-    BlockPlacement, BlockSize, Corruption, CreateOptions, Image, ImageError, ImageState, ImageWriter, Layout,
-    LayoutError, Manifest, MemoryWritten, Mismatch, SealedImage, TornBecause, Usage, Verified,
+    BlockPlacement, BlockSize, Compression, Corruption, CreateOptions, Image, ImageError, ImageKey,
+    ImageState, ImageWriter, Layout, LayoutError, Manifest, MemoryWritten, Mismatch, SealedImage,
+    TornBecause, Unmappable, Usage, Verified,
 };
+pub use incoming::{Incoming, IncomingError};
 pub use memory::{GuestMemory, MemoryError, MemoryFile};
 pub use migration::{
     Page, PageBytes, PageContent, PrecopyError, Recording, StreamBlock, StreamError, try_write_precopy,

@@ -13,7 +13,6 @@ use dormouse_storage::{
 use fixture::small_disk::SmallDisk;
 use fixture::{Laboratory, noise, working};
 use std::os::unix::fs::FileExt;
-use uuid::Uuid;
 
 fn writer_on(disk: &SmallDisk, ram: ByteCount, backend: Option<Backend>) -> ImageWriter {
     let layout = Layout::plan(&[BlockSize {
@@ -22,9 +21,8 @@ fn writer_on(disk: &SmallDisk, ram: ByteCount, backend: Option<Backend>) -> Imag
     }])
     .expect("layout");
     let options = CreateOptions {
-        replace: false,
-        image_id: Uuid::new_v4(),
         backend,
+        ..CreateOptions::default()
     };
     ImageWriter::create(&disk.path().join("image"), layout, options).expect("create")
 }
@@ -64,18 +62,14 @@ fn what_was_reserved_is_there_even_if_others_fill_the_disk() {
     let laboratory = Laboratory::new();
     let disk = SmallDisk::of(ByteCount::mib(24));
     let target = disk.path().join("image");
-    let options = CreateOptions {
-        replace: false,
-        image_id: Uuid::new_v4(),
-        backend: None,
-    };
+    let options = CreateOptions::default();
     let mut writer = ImageWriter::create(&target, laboratory.layout(), options).unwrap();
     writer.reserve(ByteCount::mib(1)).unwrap();
     // Somebody else takes all the rest.
     assert!(fs::write(disk.path().join("other"), vec![1; 24 << 20]).is_err());
     working(|run| writer.write_memory("pc.ram", &laboratory.memory(), run)).unwrap();
-    writer.write_pages(&laboratory.recording()).unwrap();
-    let sealed = writer
+    working(|run| writer.write_pages(&laboratory.recording(), run)).unwrap();
+    let mut sealed = writer
         .seal(&laboratory.manifest(), &laboratory.recording())
         .unwrap();
     let before = sealed.allocated().unwrap();

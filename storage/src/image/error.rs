@@ -9,6 +9,7 @@ use super::chunks::TableError;
 use super::layout::LayoutError;
 use super::state::ImageState;
 use crate::ByteCount;
+use crate::incoming::IncomingError;
 use crate::memory::MemoryError;
 use crate::migration::StreamError;
 
@@ -20,6 +21,12 @@ pub enum ImageError {
     #[error("{path} is not a Dormouse image", path = path.display())]
     NotAnImage {
         /// The file.
+        path: PathBuf,
+    },
+    /// The block device holds something that was never an image of Dormouse.
+    #[error("{path} holds something that is not a Dormouse image; it is overwritten only when told to replace it", path = path.display())]
+    DeviceHoldsOther {
+        /// The device.
         path: PathBuf,
     },
     /// A later version of Dormouse wrote it in a format that this one cannot read.
@@ -48,6 +55,18 @@ pub enum ImageError {
         /// What differs.
         #[source]
         source: Corruption,
+    },
+    /// The image is encrypted, and no key was given.
+    #[error("{path} is encrypted: its key is needed", path = path.display())]
+    KeyNeeded {
+        /// The image.
+        path: PathBuf,
+    },
+    /// The key is not the one that the image was encrypted with.
+    #[error("the key is not the one that {path} was encrypted with", path = path.display())]
+    WrongKey {
+        /// The image.
+        path: PathBuf,
     },
     /// The image is in a state in which this may not be done to it.
     #[error("{path} is {found} and cannot become {wanted}", path = path.display())]
@@ -168,6 +187,9 @@ pub enum ImageError {
     /// The device state is not a migration stream that can be loaded.
     #[error("device state")]
     Stream(#[from] StreamError),
+    /// The guest's memory could not be received.
+    #[error("could not receive the guest's memory")]
+    Incoming(#[from] IncomingError),
 }
 
 /// What is missing from a torn image.
@@ -206,6 +228,25 @@ pub enum Corruption {
         /// CRC-32 now.
         found: u32,
     },
+    /// A chunk of RAM that is what was written, but does not decompress.
+    #[error("RAM block {block:?} at {offset:#x}: does not decompress")]
+    ChunkFrame {
+        /// Name of the RAM block.
+        block: String,
+        /// Offset of the chunk in the block, in bytes.
+        offset: u64,
+    },
+    /// A chunk of RAM was altered by someone without the key, or put where it does not belong.
+    #[error("RAM block {block:?} at {offset:#x}: not authentic")]
+    ChunkNotAuthentic {
+        /// Name of the RAM block.
+        block: String,
+        /// Offset of the chunk in the block, in bytes.
+        offset: u64,
+    },
+    /// Device state, chunk table or manifest were altered by someone without the key.
+    #[error("device state, chunk table or manifest: not authentic")]
+    DeviceStateNotAuthentic,
     /// A chunk that was all zeros no longer is.
     #[error("RAM block {block:?} at {offset:#x}: zeros were saved, something else is there")]
     NotZero {

@@ -2,12 +2,14 @@
 
 use std::io;
 use std::ops::Range;
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use uuid::Uuid;
 
 use super::ImageError;
 use super::chunks::{CHUNK_BYTES, ChunkContent, ChunkTable};
+use super::cipher::Cipher;
 use super::layout::AREA_ALIGNMENT;
 use super::state::ImageState;
 use super::superblock::{COPY_BYTES, COPY_OFFSETS, Superblock, area_of, beginning};
@@ -15,7 +17,7 @@ use crate::volume::{Published, Volume, VolumeKind, allocated};
 use crate::{ByteCount, Run};
 
 /// Smaller gaps are not worth a call each.
-const SMALLEST_HOLE: u64 = 64 << 10;
+const SMALLEST_HOLE: u64 = 32 << 10;
 
 /// Writes all that lies behind the RAM, syncs, and writes the sealed superblock.
 ///
@@ -25,9 +27,17 @@ pub(super) fn write_tables(
     volume: &Volume,
     id: Uuid,
     table: &ChunkTable,
-    device_state: &[u8],
+    mut device_state: Vec<u8>,
     manifest: &[u8],
+    cipher: Option<&Cipher>,
 ) -> io::Result<Superblock> {
+    let encoded_table = table.encode();
+    if let Some(cipher) = cipher {
+        let open = [&encoded_table[..], manifest].concat();
+        device_state = cipher
+            .seal_device_state(device_state, &open)
+            .ok_or_else(|| io::Error::other("the cipher does not work"))?;
+    }
     let mut offset = table.layout.ram_end();
     let mut put = |bytes: &[u8]| {
         let area = area_of(offset, bytes);
@@ -38,9 +48,12 @@ pub(super) fn write_tables(
     let sealed = Superblock {
         state: ImageState::Sealed,
         generation: begun.generation + 1,
-        table: put(&table.encode())?,
-        device_state: put(device_state)?,
+        table: put(&encoded_table)?,
+        device_state: put(&device_state)?,
         manifest: put(manifest)?,
+        // What was never written to a new file is a hole. A device has its old data there.
+        zeros_read_as_zeros: volume.kind() == VolumeKind::File,
+        encryption: cipher.map(Cipher::encryption),
         ..begun
     };
     volume.sync_data()?;
@@ -52,21 +65,21 @@ pub(super) fn write_tables(
 #[derive(Debug)]
 pub struct SealedImage {
     published: Published,
+    superblock: Superblock,
     /// Chunks of RAM that are zero, in order.
     zeros: Vec<Range<u64>>,
     /// What else holds nothing, in order.
     gaps: Vec<Range<u64>>,
-    end: u64,
 }
 
 impl SealedImage {
-    pub(super) fn of(published: Published, table: &ChunkTable, sealed: &Superblock) -> Self {
+    pub(super) fn of(published: Published, table: &ChunkTable, superblock: Superblock) -> Self {
         let (zeros, gaps) = unused(table);
         Self {
             published,
+            superblock,
             zeros,
             gaps,
-            end: sealed.end(),
         }
     }
 
@@ -82,8 +95,26 @@ impl SealedImage {
     /// # Errors
     ///
     /// [`ImageError::Cancelled`]; [`ImageError::Io`] if the system refuses.
-    pub fn give_back(&self, run: &Run<'_>) -> Result<bool, ImageError> {
-        self.published.give_back(&self.zeros, &self.gaps, self.end, run)
+    pub fn give_back(&mut self, run: &Run<'_>) -> Result<bool, ImageError> {
+        let end = self.superblock.end();
+        let zeros_read_as_zeros = self.published.give_back(&self.zeros, &self.gaps, end, run)?;
+        if zeros_read_as_zeros && !self.superblock.zeros_read_as_zeros {
+            let changed = Superblock {
+                zeros_read_as_zeros,
+                generation: self.superblock.generation + 1,
+                ..self.superblock.clone()
+            };
+            // Both say the same of the guest, so that either may be the one that a crash tears.
+            for copy in COPY_OFFSETS {
+                self.published
+                    .file()
+                    .write_all_at(&changed.encode(), copy)
+                    .and_then(|()| self.published.file().sync_data())
+                    .map_err(|source| ImageError::io("mark", self.path(), source))?;
+            }
+            self.superblock = changed;
+        }
+        Ok(zeros_read_as_zeros)
     }
 
     /// RAM that was zero.
@@ -120,12 +151,13 @@ impl SealedImage {
     ///
     /// [`ImageError::Io`] if the system refuses.
     pub fn allocated(&self) -> Result<ByteCount, ImageError> {
-        allocated(self.published.file(), self.end)
+        allocated(self.published.file(), self.superblock.end())
             .map_err(|source| ImageError::io("look at", self.path(), source))
     }
 }
 
-/// What holds nothing: chunks of zeros, and the gaps between blocks that are worth a call.
+/// What holds nothing: chunks of zeros, and the gaps between blocks and behind compressed chunks that are worth
+/// a call.
 fn unused(table: &ChunkTable) -> (Vec<Range<u64>>, Vec<Range<u64>>) {
     let (mut zeros, mut gaps) = (Vec::<Range<u64>>::new(), Vec::new());
     let mut previous_end = COPY_OFFSETS[1] + COPY_BYTES as u64;
@@ -134,10 +166,13 @@ fn unused(table: &ChunkTable) -> (Vec<Range<u64>>, Vec<Range<u64>>) {
         let mut at = block.offset;
         for chunk in chunks {
             let end = at + u64::from(chunk.length);
-            if chunk.content == ChunkContent::Zero {
-                match zeros.last_mut() {
+            match chunk.content {
+                ChunkContent::Zero => match zeros.last_mut() {
                     Some(last) if last.end == at => last.end = end,
                     _ => zeros.push(at..end),
+                },
+                ChunkContent::Stored(stored) => {
+                    gaps.push((at + u64::from(stored.length)).next_multiple_of(AREA_ALIGNMENT)..end);
                 }
             }
             at = end;

@@ -1,34 +1,43 @@
 //! Writing an image.
 //!
 //! ```text
-//! create ──► reserve ──► write_memory (each big block) ──► write_pages (the rest) ──► seal ──► SealedImage
-//!    └──────────┴──────────────────┴───────────────────────────┴── dropped, failed or cancelled: nothing stays
+//! create ──► reserve ──┬► write_memory (each big block) ──► write_pages (the rest) ─┬► seal ──► SealedImage
+//!    │          │        └► write_incoming (all of it) ──────────────────────────────┤
+//!    └──────────┴────────────────────────────────────────────────────────────────────┴── dropped, failed or cancelled: nothing stays
 //! ```
 //!
 //! Every block of the layout must have been written when the image is sealed, each once, each
 //! whole. RAM goes to the disk from where the guest has it: a chunk is scanned, summed and written
-//! with O_DIRECT out of the mapping. Only a chunk that is a mixture of data and holes goes through
-//! a buffer, because a direct write would allocate the holes.
+//! with O_DIRECT out of the mapping. Only a chunk that is a mixture of data and holes, or is compressed or
+//! encrypted, goes through a buffer.
 
 use std::io;
-use std::ops::Range;
+use std::ops::AddAssign;
 use std::path::Path;
+use std::sync::atomic::AtomicBool;
+use std::time::Instant;
 
 use uuid::Uuid;
 
+use super::chunk_writer::{ChunkWriter, Worker};
 use super::chunks::{CHUNK_BYTES, Chunk, ChunkContent, ChunkTable, chunk_count, chunk_length};
-use super::layout::BlockPlacement;
+use super::cipher::Cipher;
+use super::codec::Codec;
+use super::compression::Compression;
+use super::key::ImageKey;
 use super::manifest::{MANIFEST_LIMIT, Manifest};
+use super::received::Received;
 use super::sealed::{SealedImage, write_tables};
 use super::workers::for_each_chunk;
 use super::{ImageError, Layout, Mismatch};
+use crate::incoming::Incoming;
 use crate::migration::{PageContent, Recording};
-use crate::sys;
-use crate::volume::{Backend, Lane, Volume, VolumeKind};
+use crate::rate_limit::RateLimit;
+use crate::volume::{Backend, Volume, VolumeKind};
 use crate::{ByteCount, GuestMemory, Run};
 
 /// How an image is begun.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub struct CreateOptions {
     /// Whether a used image at the target may be replaced. A file that is not an image, an image that
     /// holds a guest, and what is in use never are; a block device is overwritten whatever else is on
@@ -38,15 +47,45 @@ pub struct CreateOptions {
     pub image_id: Uuid,
     /// How RAM is to get to the disk, if that is possible; else the best that is.
     pub backend: Option<Backend>,
+    /// Whether RAM is compressed.
+    pub compression: Compression,
+    /// The key that RAM and device state are encrypted with, if they are.
+    pub key: Option<ImageKey>,
+    /// The most that is written in a second.
+    pub rate_limit: Option<ByteCount>,
+}
+
+impl Default for CreateOptions {
+    /// A new image in a free place, as fast as it goes, neither compressed nor encrypted.
+    fn default() -> Self {
+        Self {
+            replace: false,
+            image_id: Uuid::new_v4(),
+            backend: None,
+            compression: Compression::None,
+            key: None,
+            rate_limit: None,
+        }
+    }
 }
 
 /// What a block turned out to hold.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct MemoryWritten {
-    /// Bytes that were written.
+    /// Bytes that held something.
     pub data: ByteCount,
+    /// What was written for them: less, if it was compressed.
+    pub stored: ByteCount,
     /// Bytes that were zero, holes included, and were not.
     pub zero: ByteCount,
+}
+
+impl AddAssign for MemoryWritten {
+    fn add_assign(&mut self, other: Self) {
+        self.data += other.data;
+        self.stored += other.stored;
+        self.zero += other.zero;
+    }
 }
 
 /// An image that is being written.
@@ -57,6 +96,8 @@ pub struct ImageWriter {
     volume: Volume,
     layout: Layout,
     image_id: Uuid,
+    codec: Codec,
+    rate_limit: Option<RateLimit>,
     /// Blocks of the layout that were begun. One that failed in the middle is not begun again: what
     /// it wrote could lie where the second attempt finds zeros.
     begun: Vec<bool>,
@@ -76,8 +117,18 @@ impl ImageWriter {
     /// [`ImageError::NewerFormat`] if what is there must stay, [`ImageError::Locked`] and
     /// [`ImageError::DeviceInUse`] if somebody has it, [`ImageError::ReadOnly`] and
     /// [`ImageError::SectorSize`] for a device that cannot hold an image, [`ImageError::Io`] if the
-    /// system refuses.
+    /// system refuses, or has no random numbers to encrypt with.
     pub fn create(target: &Path, layout: Layout, options: CreateOptions) -> Result<Self, ImageError> {
+        let cipher = match &options.key {
+            None => None,
+            Some(key) => Some(Cipher::new(key).ok_or_else(|| {
+                ImageError::io(
+                    "find random numbers for",
+                    target,
+                    io::Error::other("the system has none"),
+                )
+            })?),
+        };
         let volume = Volume::create(target, options.replace, options.image_id, options.backend)?;
         let bound = layout.hard_bound(ByteCount::ZERO);
         volume
@@ -89,6 +140,10 @@ impl ImageWriter {
             volume,
             layout,
             image_id: options.image_id,
+            codec: Codec::new(options.compression, cipher),
+            rate_limit: options
+                .rate_limit
+                .map(|limit| RateLimit::new(limit, Instant::now())),
             begun,
             chunks,
             bound,
@@ -134,16 +189,15 @@ impl ImageWriter {
     ) -> Result<MemoryWritten, ImageError> {
         let index = self.block_to_write(block, memory.length())?;
         let extents = memory.data_extents()?;
-        let placement = &self.layout.blocks()[index];
-        let count = chunk_count(placement.length, CHUNK_BYTES) as usize;
-        let lane = || self.volume.lane();
-        let write = |lane: &mut Lane, chunk| {
-            let chunk = self.write_chunk(placement, memory, &extents, chunk as u64, lane)?;
+        let count = chunk_count(memory.length(), CHUNK_BYTES) as usize;
+        let chunks = self.chunk_writer(run.cancelled);
+        let write = |worker: &mut Worker, chunk: usize| {
+            let chunk = chunks.write_from(worker, (index, chunk as u64), memory, &extents)?;
             run.progress.advance(chunk.length.into());
             Ok(chunk)
         };
-        let finish = |mut lane: Lane| lane.finish().map_err(|source| self.failed("write", source));
-        let chunks = for_each_chunk(run, count, lane, write, finish)?;
+        let end = |worker| chunks.finish(worker);
+        let chunks = for_each_chunk(run, count, || chunks.worker(), write, end)?;
         let written = written(&chunks);
         self.chunks[index] = Some(chunks);
         Ok(written)
@@ -155,8 +209,9 @@ impl ImageWriter {
     /// # Errors
     ///
     /// [`ImageError::Mismatch`] if the recording lacks such a block or some of its pages, or has it
-    /// in another length; [`ImageError::NoSpace`] and [`ImageError::Io`] from the disk.
-    pub fn write_pages(&mut self, recording: &Recording) -> Result<(), ImageError> {
+    /// in another length; [`ImageError::Cancelled`]; [`ImageError::NoSpace`] and [`ImageError::Io`] from the
+    /// disk.
+    pub fn write_pages(&mut self, recording: &Recording, run: &Run<'_>) -> Result<(), ImageError> {
         let missing: Vec<String> = (self.layout.blocks().iter().zip(&self.chunks))
             .filter(|(_, chunks)| chunks.is_none())
             .map(|(block, _)| block.name.clone())
@@ -176,9 +231,37 @@ impl ImageWriter {
             if found != needed {
                 return Err(mismatch(Mismatch::PagesMissing { found, needed }));
             }
-            self.chunks[index] = Some(self.write_block_pages(index, recording, in_stream)?);
+            self.chunks[index] = Some(self.write_block_pages(index, recording, in_stream, run)?);
         }
         Ok(())
+    }
+
+    /// Writes all RAM of a guest from a migration, as it comes, to its end. What follows RAM in the migration must
+    /// not be longer than `tail_bound`. One thread works for each connection, whatever `run` says.
+    ///
+    /// # Errors
+    ///
+    /// [`ImageError::Mismatch`] if a block was written before or is not all there; [`ImageError::Incoming`] with
+    /// what is wrong with the migration; [`ImageError::Cancelled`], within 100 ms even if nothing
+    /// comes; [`ImageError::NoSpace`] and [`ImageError::Io`] from the disk.
+    pub fn write_incoming(
+        &mut self,
+        incoming: Incoming,
+        tail_bound: ByteCount,
+        run: &Run<'_>,
+    ) -> Result<(Recording, MemoryWritten), ImageError> {
+        for block in self.layout.blocks().to_vec() {
+            self.block_to_write(&block.name, block.length)?;
+        }
+        let received = Received::by(self.chunk_writer(run.cancelled));
+        let recording = incoming.receive(&self.layout, tail_bound, &received, run)?;
+        let chunks = received.into_chunks();
+        let mut all = MemoryWritten::default();
+        for of_block in chunks.iter().flatten() {
+            all += written(of_block);
+        }
+        self.chunks = chunks;
+        Ok((recording, all))
     }
 
     /// Makes the image whole and gives it its name, in this order: chunk table, device state,
@@ -206,18 +289,20 @@ impl ImageWriter {
         let table = ChunkTable {
             layout: self.layout.clone(),
             chunks,
+            encrypted: self.codec.cipher().is_some(),
         };
         let sealed = write_tables(
             &self.volume,
             self.image_id,
             &table,
-            &recording.normalized(),
+            recording.normalized(),
             &manifest,
+            self.codec.cipher(),
         )
         .map_err(|source| self.failed("seal", source))?;
         let published = self.volume.publish()?;
         tracing::debug!(path = %published.path().display(), id = %sealed.id, "image sealed");
-        Ok(SealedImage::of(published, &table, &sealed))
+        Ok(SealedImage::of(published, &table, sealed))
     }
 
     fn block_to_write(&mut self, name: &str, found: ByteCount) -> Result<usize, ImageError> {
@@ -239,91 +324,47 @@ impl ImageWriter {
         Ok(index)
     }
 
-    fn write_chunk(
-        &self,
-        placement: &BlockPlacement,
-        memory: &GuestMemory,
-        extents: &[Range<u64>],
-        index: u64,
-        lane: &mut Lane,
-    ) -> Result<Chunk, ImageError> {
-        let start = index * u64::from(CHUNK_BYTES);
-        let length = chunk_length(placement.length.0, CHUNK_BYTES, index);
-        let range = start..start + u64::from(length);
-        let offset = placement.offset + start;
-        let zero = Ok(Chunk {
-            content: ChunkContent::Zero,
-            length,
-        });
-        let crc32 = match parts_in(extents, &range).collect::<Vec<_>>().as_slice() {
-            [] => return zero,
-            [whole] if *whole == range => {
-                let Some(crc32) = memory.crc32_unless_zero(range.clone()) else {
-                    return zero;
-                };
-                memory
-                    .write_at(range, lane, offset)
-                    .map_err(|source| self.failed("write", source))?;
-                crc32
-            }
-            parts => {
-                let mut buffer = lane.buffer();
-                buffer.fill(0);
-                for part in parts {
-                    memory.copy_to(part.clone(), &mut buffer, (part.start - start) as usize);
-                }
-                let bytes = &buffer[..length as usize];
-                if sys::is_zero(bytes) {
-                    lane.give_back(buffer);
-                    return zero;
-                }
-                let crc32 = crc32fast::hash(bytes);
-                lane.write_buffer(buffer, length as usize, offset)
-                    .map_err(|source| self.failed("write", source))?;
-                crc32
-            }
-        };
-        Ok(Chunk {
-            content: ChunkContent::Data { crc32 },
-            length,
-        })
-    }
-
     fn write_block_pages(
         &self,
-        index: usize,
+        block: usize,
         recording: &Recording,
         in_stream: usize,
+        run: &Run<'_>,
     ) -> Result<Vec<Chunk>, ImageError> {
-        let placement = &self.layout.blocks()[index];
-        let mut lane = self.volume.lane();
+        let length = self.layout.blocks()[block].length;
+        let writer = self.chunk_writer(run.cancelled);
+        let mut worker = writer.worker();
         let mut pages = recording.block_pages(in_stream).peekable();
         let mut chunks = Vec::new();
-        for index in 0..chunk_count(placement.length, CHUNK_BYTES) {
+        for index in 0..chunk_count(length, CHUNK_BYTES) {
+            if run.is_cancelled() {
+                return Err(ImageError::Cancelled);
+            }
             let start = index * u64::from(CHUNK_BYTES);
-            let length = chunk_length(placement.length.0, CHUNK_BYTES, index);
-            let mut buffer = lane.buffer();
+            let end = start + u64::from(chunk_length(length.0, CHUNK_BYTES, index));
+            let mut buffer = worker.buffer();
             buffer.fill(0);
-            while let Some(page) = pages.next_if(|page| page.offset < start + u64::from(length)) {
+            while let Some(page) = pages.next_if(|page| page.offset < end) {
                 if let PageContent::Data(bytes) = page.content {
                     let at = (page.offset - start) as usize;
                     buffer[at..at + bytes.len()].copy_from_slice(&bytes[..]);
                 }
             }
-            let bytes = &buffer[..length as usize];
-            let content = if sys::is_zero(bytes) {
-                lane.give_back(buffer);
-                ChunkContent::Zero
-            } else {
-                let crc32 = crc32fast::hash(bytes);
-                lane.write_buffer(buffer, length as usize, placement.offset + start)
-                    .map_err(|source| self.failed("write", source))?;
-                ChunkContent::Data { crc32 }
-            };
-            chunks.push(Chunk { content, length });
+            chunks.push(writer.write(&mut worker, (block, index), buffer)?);
         }
-        lane.finish().map_err(|source| self.failed("write", source))?;
+        writer.finish(worker)?;
         Ok(chunks)
+    }
+
+    fn chunk_writer<'a>(&'a self, cancelled: &'a AtomicBool) -> ChunkWriter<'a> {
+        ChunkWriter {
+            volume: &self.volume,
+            layout: &self.layout,
+            codec: &self.codec,
+            rate_limit: self.rate_limit.as_ref(),
+            bound: self.bound,
+            cancelled,
+        }
     }
 
     /// Whether every block was written and the recording has the same blocks.
@@ -367,22 +408,16 @@ impl ImageWriter {
     }
 }
 
-/// The parts of `range` that lie in `extents`, which are in order and apart.
-fn parts_in<'a>(extents: &'a [Range<u64>], range: &'a Range<u64>) -> impl Iterator<Item = Range<u64>> + 'a {
-    let first = extents.partition_point(|extent| extent.end <= range.start);
-    extents[first..]
-        .iter()
-        .take_while(|extent| extent.start < range.end)
-        .map(|extent| extent.start.max(range.start)..extent.end.min(range.end))
-}
-
 fn written(chunks: &[Chunk]) -> MemoryWritten {
     let mut written = MemoryWritten::default();
     for chunk in chunks {
         let length = ByteCount(chunk.length.into());
         match chunk.content {
             ChunkContent::Zero => written.zero += length,
-            ChunkContent::Data { .. } => written.data += length,
+            ChunkContent::Stored(stored) => {
+                written.data += length;
+                written.stored += ByteCount(stored.length.into());
+            }
         }
     }
     written

@@ -92,6 +92,14 @@ impl GuestMemory {
         (!self.mapping.is_zero(&range)).then(|| self.mapping.crc32(&range))
     }
 
+    /// Whether all bytes in `range` are zero. Touches the pages, as
+    /// [`crc32_unless_zero`](Self::crc32_unless_zero) does.
+    pub(crate) fn is_zero(&self, range: Range<u64>) -> bool {
+        let range = as_usize(range);
+        self.mapping.populate(&range);
+        self.mapping.is_zero(&range)
+    }
+
     /// Copies the bytes in `range` to `at` in `buffer`.
     pub(crate) fn copy_to(&self, range: Range<u64>, buffer: &mut AlignedBuf, at: usize) {
         self.mapping.copy_to(&as_usize(range), buffer, at);

@@ -26,6 +26,10 @@
 //! Their difference here is small: the number of the RAM section (2 in 7.2, 1 in 10.0 and later),
 //! and a switchover command before the RAM section's end from 10.0 on.
 
+mod cpr;
+mod cursor;
+mod multifd;
+mod page_sink;
 mod parse;
 mod precopy;
 mod recording;
@@ -33,8 +37,14 @@ mod wire;
 
 use std::ops::Deref;
 
+pub use cpr::{CPR_STREAM_LIMIT, CprEntry, CprError, cpr_entries};
+pub(crate) use multifd::MULTIFD_MAGIC;
+pub use multifd::{MULTIFD_OPENING_BYTES, MULTIFD_PACKET_BYTES, MultifdError, MultifdOpening, MultifdPacket};
+pub(crate) use page_sink::{PageSink, ReceiveError};
+pub(crate) use parse::receive;
 pub use precopy::{PrecopyError, try_write_precopy, write_precopy};
 pub use recording::{Recording, StreamBlock};
+pub(crate) use wire::MAGIC as STREAM_MAGIC;
 pub use wire::{PAGE_BYTES, STREAM_LIMIT};
 
 use crate::ByteCount;

@@ -8,6 +8,7 @@ mod aligned;
 pub(crate) mod block_device;
 mod direct;
 mod mapping;
+mod paged;
 pub(crate) mod probe;
 pub(crate) mod uring;
 mod writeback;
@@ -15,6 +16,7 @@ mod writeback;
 pub(crate) use aligned::AlignedBuf;
 pub(crate) use direct::DirectFile;
 pub(crate) use mapping::Mapping;
+pub(crate) use paged::PagedBuf;
 
 /// What O_DIRECT asks of memory addresses, file offsets and lengths at most on the devices of
 /// today.

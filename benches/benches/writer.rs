@@ -61,6 +61,7 @@ fn main() {
         (Backend::Uring, 1),
         (Backend::Uring, 2),
         (Backend::Uring, 3),
+        (Backend::Buffered, 3),
     ]
     .map(|(backend, threads)| Way { backend, threads })
     .into();

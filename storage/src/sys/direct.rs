@@ -77,6 +77,17 @@ impl DirectFile {
         })
     }
 
+    /// A file that is nothing of the kind, for tests of what is done with one.
+    #[cfg(test)]
+    pub(super) fn taken_for_direct(file: File) -> Self {
+        Self {
+            buffered: file.try_clone().expect("a descriptor"),
+            direct: Some(file),
+            refused: AtomicBool::new(false),
+            writeback: Writeback::default(),
+        }
+    }
+
     /// Whether aligned transfers go past the page cache.
     pub(crate) fn is_direct(&self) -> bool {
         self.direct.is_some() && !self.refused.load(Ordering::Relaxed)

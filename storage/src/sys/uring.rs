@@ -235,6 +235,8 @@ mod tests {
     use std::io::{PipeReader, Read, Write};
     use std::os::unix::fs::FileExt;
     use std::path::Path;
+    use std::sync::mpsc;
+    use std::time::Duration;
 
     use super::*;
     use crate::sys::{ALIGNMENT, Mapping};
@@ -315,18 +317,22 @@ mod tests {
         let mut ring = Ring::new(pipe, 2).unwrap();
         ring.begin(Source::Buffer(buffer(7), ALIGNMENT), 0).unwrap();
         assert!(ring.reap(0).unwrap().is_empty(), "the write was to be in flight");
+        let (dropped, is_dropped) = mpsc::channel();
         let other_end = thread::spawn(move || {
+            let too_early = is_dropped.recv_timeout(Duration::from_millis(300)).is_ok();
             make_room(&mut reader);
             let mut written = vec![0; ALIGNMENT];
-            // To its end, if nobody waited: the ring has the only other end of the pipe.
-            reader.read_exact(&mut written).map(|()| written)
+            reader.read_exact(&mut written).unwrap();
+            (too_early, written)
         });
         let unwound = std::panic::catch_unwind(std::panic::AssertUnwindSafe(move || {
             let _ring = ring;
             panic!("in the middle");
         }));
         assert!(unwound.is_err());
-        assert_eq!(other_end.join().unwrap().unwrap(), vec![7; ALIGNMENT]);
+        // Nobody listens any more if it was waited for.
+        let _ = dropped.send(());
+        assert_eq!(other_end.join().unwrap(), (false, vec![7; ALIGNMENT]));
     }
 
     #[test]

@@ -120,7 +120,7 @@ impl MainStream {
 
     fn page(&mut self, block: usize, page: u64, content: Option<&[u8]>) {
         let flag = if content.is_some() { 0x08 } else { 0x02 };
-        self.0.extend((page * PAGE | flag).to_be_bytes());
+        self.0.extend(((page * PAGE) | flag).to_be_bytes());
         let name = name(block);
         self.0.push(name.len() as u8);
         self.0.extend(name.as_bytes());

@@ -9,6 +9,7 @@ use uuid::Uuid;
 use crate::error::{Code, Disposition, Failure, GuestState};
 use crate::machine::hibernate::machine::CancelAnswer;
 use crate::machine::{hibernate, wake};
+use crate::vm::engine::{Choice, Wish};
 use crate::vm::ram_home::Pages;
 
 /// A VM.
@@ -73,6 +74,12 @@ pub enum NewOperation {
         /// Whether an image that is there already may be replaced.
         #[serde(default)]
         replace: bool,
+        /// How RAM gets into it.
+        #[serde(default)]
+        engine: Wish,
+        /// Channels beside the main stream, where RAM comes from QEMU.
+        #[serde(default)]
+        channels: Option<u8>,
     },
 }
 
@@ -85,6 +92,8 @@ pub struct Operation {
     pub version: u64,
     /// Where it is.
     pub phase: hibernate::machine::Phase,
+    /// How RAM gets into the image, once that is known.
+    pub choice: Option<Choice>,
     /// RAM that is dealt with, in bytes.
     pub done_bytes: u64,
     /// RAM that is to be dealt with, in bytes.
@@ -104,6 +113,9 @@ pub struct Hibernated {
     pub image: PathBuf,
     /// Its id.
     pub image_id: Uuid,
+    /// How RAM got into it, and why no better way was taken.
+    #[serde(flatten)]
+    pub choice: Choice,
     /// RAM that was written, in bytes.
     pub data_bytes: u64,
     /// RAM that was zero and was not written, in bytes.
@@ -180,6 +192,7 @@ impl From<hibernate::Report> for Hibernated {
             result: HibernatedTag::Hibernated,
             image: report.image,
             image_id: report.image_id,
+            choice: report.choice,
             data_bytes: report.data.0,
             zero_bytes: report.zero.0,
             pause_ms: report.pause_ms,

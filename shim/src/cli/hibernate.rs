@@ -25,21 +25,21 @@ pub async fn hibernate(
 ) -> Result<ExitCode, Failure> {
     let to = std::path::absolute(&arguments.to)
         .map_err(|error| Failure::new(Code::Usage, format!("{}: {error}", arguments.to.display())))?;
-    let replace = arguments.replace;
     let progress = report.progress();
     let outcome = match (&arguments.name, &arguments.qmp) {
         (Some(name), _) => {
             let supervisor = Supervisor::of(state, name);
-            by_supervisor(
-                &supervisor,
-                NewOperation::Hibernate { to, replace },
-                &progress,
-                report,
-            )
-            .await
-            .map_err(|failure| with_hint(failure, state, name))
+            let wish = NewOperation::Hibernate {
+                to,
+                replace: arguments.replace,
+                engine: arguments.engine,
+                channels: arguments.channels,
+            };
+            by_supervisor(&supervisor, wish, &progress, report)
+                .await
+                .map_err(|failure| with_hint(failure, state, name))
         }
-        (None, Some(socket)) => by_ourselves(socket, to, replace, &progress).await,
+        (None, Some(socket)) => by_ourselves(socket, to, &arguments, &progress).await,
         (None, None) => Err(Failure::new(Code::Usage, "name a VM, or a monitor with --qmp")),
     };
     progress.finish();
@@ -107,7 +107,7 @@ fn with_hint(failure: Failure, state: &StateDir, name: &str) -> Failure {
 async fn by_ourselves(
     socket: &Path,
     target: PathBuf,
-    replace: bool,
+    arguments: &HibernateArguments,
     progress: &Progress,
 ) -> Result<Hibernated, Failure> {
     let mut signals = Signals::watch()?;
@@ -116,7 +116,9 @@ async fn by_ourselves(
     let (command_line, shape) = record.map(|record| (record.command_line, record.shape)).unzip();
     let request = Request {
         target,
-        replace,
+        replace: arguments.replace,
+        engine: arguments.engine,
+        channels: arguments.channels,
         vm_name,
         command_line,
         shape: shape.flatten(),
@@ -168,9 +170,16 @@ fn describe(hibernated: &Hibernated) -> String {
     let took = |phase: &str| hibernated.timings_ms.get(phase).copied().unwrap_or_default();
     let memory_ms = took("SavingMemory");
     let rate = hibernated.data_bytes as f64 / 1e6 / memory_ms.max(0.001);
+    let passed_over = hibernated
+        .choice
+        .passed_over
+        .iter()
+        .map(|why| format!("\n{why}"))
+        .collect::<String>();
     format!(
-        "hibernated to {}\npaused {:.0} ms: device state {:.0} ms, RAM {:.0} ms ({} at {rate:.2} GB/s, {} of zeros left out), seal {:.0} ms",
+        "hibernated to {} (engine: {})\npaused {:.0} ms: device state {:.0} ms, RAM {:.0} ms ({} at {rate:.2} GB/s, {} of zeros left out), seal {:.0} ms{passed_over}",
         hibernated.image.display(),
+        hibernated.choice.engine.name(),
         hibernated.pause_ms,
         took("SavingDevices"),
         memory_ms,

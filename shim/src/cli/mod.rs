@@ -19,6 +19,7 @@ use tracing_subscriber::EnvFilter;
 use crate::error::{Code, Failure};
 use crate::machine::wake::Mode;
 use crate::supervisor::state_dir::StateDir;
+use crate::vm::engine::Wish;
 use report::Report;
 
 /// Hibernates and wakes QEMU virtual machines.
@@ -95,6 +96,12 @@ struct HibernateArguments {
     /// Replace an image that is there already, once the new one is complete
     #[arg(long)]
     replace: bool,
+    /// How RAM gets into the image
+    #[arg(long, value_enum, default_value_t)]
+    engine: Wish,
+    /// Channels that QEMU sends RAM over, where it does: 0 is one plain stream [default: 2 where QEMU can]
+    #[arg(long, value_name = "N")]
+    channels: Option<u8>,
 }
 
 #[derive(Debug, Args)]

@@ -145,7 +145,7 @@ pub async fn supervise(mut supervised: Supervised, mut signals: Signals) -> Resu
 
 /// Removes an image whose guest was woken.
 pub fn remove_used_up(image: &Image) {
-    if let Err(error) = std::fs::remove_file(image.path()) {
+    if let Err(error) = image.remove() {
         tracing::warn!(%error, image = %image.path().display(), "cannot remove the image, which is used up");
     }
 }
@@ -244,10 +244,17 @@ impl Desk {
         if self.running.is_some() {
             return Err(Failure::new(Code::Refused, "another operation is under way"));
         }
-        let NewOperation::Hibernate { to, replace } = wish;
+        let NewOperation::Hibernate {
+            to,
+            replace,
+            engine,
+            channels,
+        } = wish;
         let request = hibernate::Request {
             target: absolute(to)?,
             replace,
+            engine,
+            channels,
             vm_name: handle.name.clone(),
             command_line: Some(handle.command_line.clone()),
             shape: handle.shape.clone(),

@@ -26,6 +26,7 @@
 //! Their difference here is small: the number of the RAM section (2 in 7.2, 1 in 10.0 and later),
 //! and a switchover command before the RAM section's end from 10.0 on.
 
+mod cpr;
 mod cursor;
 mod multifd;
 mod page_sink;
@@ -36,6 +37,7 @@ mod wire;
 
 use std::ops::Deref;
 
+pub use cpr::{CPR_STREAM_LIMIT, CprEntry, CprError, cpr_entries};
 pub(crate) use multifd::MULTIFD_MAGIC;
 pub use multifd::{MULTIFD_OPENING_BYTES, MULTIFD_PACKET_BYTES, MultifdError, MultifdOpening, MultifdPacket};
 pub(crate) use page_sink::{PageSink, ReceiveError};

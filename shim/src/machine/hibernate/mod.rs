@@ -1,14 +1,17 @@
 //! Hibernation: a guest's memory and devices become an image, and QEMU ends.
 
+pub mod direct;
 pub mod machine;
 pub mod plan;
 pub mod runner;
+pub mod stream;
 
 use std::path::PathBuf;
 
 use dormouse_storage::ByteCount;
 use uuid::Uuid;
 
+use crate::vm::engine::{Choice, Wish};
 use crate::vm::shape::Shape;
 
 /// What is asked for.
@@ -18,6 +21,10 @@ pub struct Request {
     pub target: PathBuf,
     /// Whether an image that is there already may be replaced.
     pub replace: bool,
+    /// How RAM gets into it.
+    pub engine: Wish,
+    /// Channels beside the main stream, where RAM comes from QEMU; `None`: as many as are good, 0: none.
+    pub channels: Option<u8>,
     /// The name of the VM, for the image's manifest.
     pub vm_name: String,
     /// QEMU's command line as the user gave it; `None`: take what QEMU's process shows.
@@ -33,6 +40,8 @@ pub struct Report {
     pub image: PathBuf,
     /// Its id.
     pub image_id: Uuid,
+    /// How RAM got into it.
+    pub choice: Choice,
     /// RAM that was written.
     pub data: ByteCount,
     /// RAM that was zero and was not.

@@ -369,14 +369,20 @@ fn private_memory_comes_by_a_stream(build: QemuBuild) {
 fn a_guest_that_was_woken_by_map_sleeps_again_and_again() {
     for build in [QemuBuild::V10_0, QemuBuild::V11_1] {
         let foreign = Foreign::start(build, &[]);
-        let Scene { dormouse, guest, lab, .. } = &foreign.scene;
+        let Scene {
+            dormouse, guest, lab, ..
+        } = &foreign.scene;
         let (_, mut woken) = foreign.keeps_every_byte(&[], "map");
         for number in 0..2 {
             let before = foreign.memory("before");
             guest.monitor().cont();
             fs::remove_file(image(&foreign.scene)).ok();
             guest.monitor().stop();
-            let before = if number == 0 { before } else { foreign.memory("before") };
+            let before = if number == 0 {
+                before
+            } else {
+                foreign.memory("before")
+            };
             drop(before);
             let before = foreign.memory("before");
             let next = lab.path("images/next.image");

@@ -123,7 +123,7 @@ impl MainStream {
 
     fn page(&mut self, block: usize, page: u64, content: Option<&[u8]>) {
         let flag = if content.is_some() { 0x08 } else { 0x02 };
-        self.0.extend((page * PAGE | flag).to_be_bytes());
+        self.0.extend(((page * PAGE) | flag).to_be_bytes());
         let name = name(block);
         self.0.push(name.len() as u8);
         self.0.extend(name.as_bytes());
@@ -646,12 +646,8 @@ fn ends_soon(end: impl FnOnce(&AtomicBool, &mut Vec<UnixStream>) + Send) -> Imag
         end(&cancelled, &mut theirs);
         let since = Instant::now();
         let result = work.join().unwrap();
-        // Twice what is promised: the machine may be busy.
-        assert!(
-            since.elapsed() < Duration::from_millis(200),
-            "{:?}",
-            since.elapsed()
-        );
+        // More than what is promised: the machine may be busy.
+        assert!(since.elapsed() < Duration::from_secs(1), "{:?}", since.elapsed());
         result.unwrap_err()
     })
 }

@@ -17,14 +17,19 @@
 //! records put back in by [`write_precopy`] it loads into one that has not. Integers in the stream
 //! are big-endian.
 //!
+//! One parser reads a stream that is in memory ([`Recording::parse`]) and one that is still coming,
+//! whose pages go to a sink one by one and whose other parts are bounded. With multifd the pages come
+//! in packets of channels beside the stream ([`MultifdPacket`]).
+//!
 //! What is guaranteed: parsing never panics and never allocates on the word of a length field;
 //! whatever is not understood up to the end of the RAM section is refused by name, because guessing
 //! its length would shift all that follows; a stream that was cut short is refused, which QEMU
 //! itself does not do.
 //!
-//! The format was learned from QEMU's `migration/savevm.c` and `migration/ram.c`, 7.2 to 11.1.
-//! Their difference here is small: the number of the RAM section (2 in 7.2, 1 in 10.0 and later),
-//! and a switchover command before the RAM section's end from 10.0 on.
+//! The format was learned from QEMU's `migration/savevm.c`, `migration/ram.c` and
+//! `migration/multifd*.c`, 7.2 to 11.1. Their difference here is small: the number of the RAM section
+//! (2 in 7.2, 1 in 10.0 and later), a switchover command before the RAM section's end from 10.0 on,
+//! and which way zero pages are told with multifd.
 
 mod cpr;
 mod cursor;

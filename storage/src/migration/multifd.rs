@@ -14,8 +14,11 @@
 //! packets past, which mean nothing. QEMU before 9.0 looks for zero pages in its main thread and
 //! tells them in the main stream; the count is zero in its packets then.
 //!
-//! The number is counted over all channels. On QEMU 7.2 it is not to be relied upon: two packets can
-//! have the same when the end of a round overtakes the last packet of it, and one is left out.
+//! The number is counted over all channels, in the order in which QEMU goes through memory. On QEMU
+//! 7.2 the end of a round can overtake a packet that is still to be sent: it is sent with the flag
+//! and the number of the round's end, its own is left out, and an empty packet with the same number
+//! follows. From 9.0 on channels take numbers themselves, so that neighbours can be the other way
+//! round.
 
 use super::PAGE_BYTES;
 
@@ -61,8 +64,10 @@ impl MultifdOpening {
 /// A packet without its payload.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MultifdPacket<'a> {
-    /// Its number among all of its migration, not reliably the only one with it.
+    /// Its number among all of its migration; if it ends a round, not reliably its own.
     pub number: u64,
+    /// Whether QEMU's channel goes to wait for the others after it.
+    pub ends_round: bool,
     /// Name of the RAM block, if it has pages.
     pub block: Option<&'a str>,
     data: usize,
@@ -90,6 +95,7 @@ impl<'a> MultifdPacket<'a> {
         let field = |at| u32_at(bytes, at);
         let (places, data, payload, zero) = (field(12), field(16), field(20), field(32));
         let number = u64::from(field(24)) << 32 | u64::from(field(28));
+        let ends_round = field(8) & FLAG_SYNC != 0;
         let pages = u64::from(data) + u64::from(zero);
         if pages > u64::from(places) || places as usize > PAGES_LIMIT {
             return Err(MultifdError::TooMany { pages, places });
@@ -98,6 +104,7 @@ impl<'a> MultifdPacket<'a> {
         if data + zero == 0 {
             return Ok(Self {
                 number,
+                ends_round,
                 block: None,
                 data,
                 zero,
@@ -118,6 +125,7 @@ impl<'a> MultifdPacket<'a> {
         let (offsets, _) = bytes[OFFSETS_AT..].as_chunks::<8>();
         let packet = Self {
             number,
+            ends_round,
             block: Some(name),
             data,
             zero,
@@ -249,4 +257,125 @@ pub enum MultifdError {
         /// The number.
         channel: u8,
     },
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// A packet as QEMU fills it; what is not used is left from packets before.
+    fn packet(data: u32, zero: u32, offsets: &[u64]) -> [u8; MULTIFD_PACKET_BYTES] {
+        let mut bytes = [0xee; MULTIFD_PACKET_BYTES];
+        for (at, field) in [
+            (0, MULTIFD_MAGIC),
+            (4, VERSION),
+            (8, 0),
+            (12, 128),
+            (16, data),
+            (20, data * 4096),
+            (24, 0),
+            (28, 7),
+            (32, zero),
+        ] {
+            bytes[at..at + 4].copy_from_slice(&field.to_be_bytes());
+        }
+        bytes[NAME_AT..NAME_AT + 7].copy_from_slice(b"pc.ram\0");
+        for (place, offset) in bytes[OFFSETS_AT..].chunks_mut(8).zip(offsets) {
+            place.copy_from_slice(&offset.to_be_bytes());
+        }
+        bytes
+    }
+
+    /// The error of a packet with this number in this place.
+    fn with(at: usize, field: u32) -> MultifdError {
+        let mut bytes = packet(2, 1, &[0x3000, 0x8000, 0x1000]);
+        bytes[at..at + 4].copy_from_slice(&field.to_be_bytes());
+        MultifdPacket::parse(&bytes).unwrap_err()
+    }
+
+    #[test]
+    fn a_packet_tells_its_block_and_its_pages() {
+        let bytes = packet(2, 1, &[0x3000, 0x8000, 0x1000]);
+        let packet = MultifdPacket::parse(&bytes).unwrap();
+        assert_eq!((packet.block, packet.number), (Some("pc.ram"), 7));
+        assert!(packet.data_pages().eq([0x3000, 0x8000]));
+        assert!(packet.zero_pages().eq([0x1000]));
+        assert!(!packet.ends_round);
+    }
+
+    #[test]
+    fn a_packet_without_pages_may_hold_anything_else() {
+        let mut bytes = packet(0, 0, &[]);
+        bytes[11] = 1;
+        // A payload length from before, and a name that is none.
+        bytes[22] = 0x10;
+        bytes[NAME_AT..OFFSETS_AT].fill(0xff);
+        let packet = MultifdPacket::parse(&bytes).unwrap();
+        assert_eq!(packet.block, None);
+        assert!(packet.ends_round);
+        assert_eq!(packet.data_pages().count() + packet.zero_pages().count(), 0);
+    }
+
+    #[test]
+    fn what_cannot_be_received_is_refused_by_its_name() {
+        assert_eq!(with(0, 1), MultifdError::Magic { found: 1 });
+        assert_eq!(with(4, 2), MultifdError::Version { found: 2 });
+        let methods = ["zlib", "zstd", "an unknown method", "qpl"];
+        for (method, number) in methods.into_iter().zip(1..) {
+            assert_eq!(with(8, number << 1), MultifdError::Compression { method });
+        }
+        assert_eq!(with(8, 0x40), MultifdError::DeviceState);
+        assert_eq!(with(8, 0x80), MultifdError::Flags { flags: 0x80 });
+        let too_many = |pages, places| MultifdError::TooMany { pages, places };
+        assert_eq!(with(12, 129), too_many(3, 129));
+        assert_eq!(with(12, 2), too_many(3, 2));
+        assert_eq!(with(16, u32::MAX), too_many(u64::from(u32::MAX) + 1, 128));
+        assert_eq!(with(32, 127), too_many(129, 128));
+        assert_eq!(
+            with(20, 4096),
+            MultifdError::Payload {
+                found: 4096,
+                needed: 8192
+            }
+        );
+        assert_eq!(with(NAME_AT, 0), MultifdError::Name);
+        assert_eq!(
+            with(OFFSETS_AT + 4, 0x3001),
+            MultifdError::Offset { offset: 0x3001 }
+        );
+        let mut endless = packet(1, 0, &[0]);
+        endless[NAME_AT..OFFSETS_AT].fill(b'n');
+        assert_eq!(MultifdPacket::parse(&endless), Err(MultifdError::Name));
+    }
+
+    #[test]
+    fn an_opening_tells_the_channel() {
+        let mut bytes = [0; MULTIFD_OPENING_BYTES];
+        bytes[..8].copy_from_slice(&packet(0, 0, &[])[..8]);
+        bytes[24] = 3;
+        assert_eq!(MultifdOpening::parse(&bytes), Ok(MultifdOpening { channel: 3 }));
+        bytes[3] = 0;
+        let error = MultifdOpening::parse(&bytes).unwrap_err();
+        assert_eq!(error, MultifdError::Magic { found: 0x1122_3300 });
+    }
+
+    proptest! {
+        #[test]
+        fn any_numbers_give_a_packet_that_is_one_or_an_error(
+            places: u32, data in 0_u32..140, payload: u32, zero in 0_u32..140, offsets: [u64; 4],
+        ) {
+            let mut bytes = packet(data, zero, &offsets);
+            bytes[12..16].copy_from_slice(&(places % 160).to_be_bytes());
+            if payload % 4 == 0 {
+                bytes[20..24].copy_from_slice(&payload.to_be_bytes());
+            }
+            if let Ok(packet) = MultifdPacket::parse(&bytes) {
+                prop_assert_eq!(packet.data_pages().len(), data as usize);
+                prop_assert_eq!(packet.zero_pages().len(), zero as usize);
+                prop_assert!(packet.data_pages().all(|offset| offset % 4096 == 0));
+            }
+        }
+    }
 }

@@ -8,6 +8,7 @@
 use std::io::ErrorKind;
 
 use dormouse_qmp::{CommandError, ConnectError};
+use dormouse_storage::exchange::ExportError;
 use dormouse_storage::image::ImageError;
 use serde::{Deserialize, Serialize};
 
@@ -179,6 +180,15 @@ impl From<ImageError> for Failure {
             _ => Code::Internal,
         };
         Self::new(code, sentence(&error))
+    }
+}
+
+impl From<ExportError> for Failure {
+    fn from(error: ExportError) -> Self {
+        match error {
+            ExportError::Image(error) => error.into(),
+            other => Self::new(Code::Refused, sentence(&other)),
+        }
     }
 }
 

@@ -47,9 +47,9 @@ enum Verb {
     Hibernate(HibernateArguments),
     /// Bring the guest in an image back, and supervise it
     Wake(WakeArguments),
-    /// Look into images
+    /// Look into images, check, remove, export and import them
     #[command(subcommand)]
-    Image(ImageVerb),
+    Image(image::ImageVerb),
     /// Show what VMs do
     Status(StatusArguments),
     /// Tell what can be done with a VM, what cannot, why not, and what would help
@@ -123,20 +123,6 @@ struct WakeArguments {
     changes: Vec<String>,
 }
 
-#[derive(Debug, Subcommand)]
-enum ImageVerb {
-    /// Show what is in an image
-    Inspect(ImageArguments),
-    /// Read all of an image and check it
-    Verify(ImageArguments),
-}
-
-#[derive(Debug, Args)]
-struct ImageArguments {
-    /// The image
-    path: PathBuf,
-}
-
 #[derive(Debug, Args)]
 struct DoctorArguments {
     /// Name of a supervised VM
@@ -185,8 +171,7 @@ fn start(cli: Cli, report: &Report) -> Result<ExitCode, Failure> {
             Verb::Run(arguments) => run::run(arguments, &state, report).await,
             Verb::Hibernate(arguments) => hibernate::hibernate(arguments, &state, report).await,
             Verb::Wake(arguments) => wake::wake(arguments, &state, report).await,
-            Verb::Image(ImageVerb::Inspect(arguments)) => image::inspect(&arguments.path, report),
-            Verb::Image(ImageVerb::Verify(arguments)) => image::verify(&arguments.path, report),
+            Verb::Image(verb) => image::image(verb, report).await,
             Verb::Status(arguments) => status::status(arguments, &state, report).await,
             Verb::Doctor(arguments) => doctor::doctor(arguments, &state, report).await,
         }

@@ -22,7 +22,7 @@ use crate::ByteCount;
 /// The unit of zero detection, of the checksum and of one write. Chunks of 2 MiB went 1.05 times as
 /// fast (median of six interleaved pairs, two and three workers), less than the spread of the runs;
 /// 1 MiB finds more zeros, and a bad sector costs less.
-pub(super) const CHUNK_BYTES: u32 = 1 << 20;
+pub(crate) const CHUNK_BYTES: u32 = 1 << 20;
 
 /// The longest table that is read: 16 TiB of RAM in chunks of 1 MiB take 192 MiB.
 pub(super) const TABLE_LIMIT: ByteCount = ByteCount::mib(256);

@@ -22,6 +22,7 @@
 //! * **One owner.** Writing, waking and replacing hold an exclusive `flock`; looking needs none.
 
 mod chunks;
+mod contents;
 mod error;
 mod layout;
 pub mod manifest;
@@ -35,7 +36,9 @@ mod verify;
 mod workers;
 mod writer;
 
+pub(crate) use chunks::CHUNK_BYTES;
 pub use chunks::TableError;
+pub(crate) use error::is_out_of_space;
 pub use error::{Corruption, ImageError, Mismatch, TornBecause};
 pub use layout::{BlockPlacement, BlockSize, Layout, LayoutError};
 pub use manifest::Manifest;
@@ -45,4 +48,5 @@ pub use sealed::SealedImage;
 pub use state::ImageState;
 pub use superblock::FORMAT_VERSION;
 pub use verify::Verified;
+pub(crate) use workers::for_each_chunk;
 pub use writer::{CreateOptions, ImageWriter, MemoryWritten};

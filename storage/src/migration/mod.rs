@@ -26,6 +26,8 @@
 //! Their difference here is small: the number of the RAM section (2 in 7.2, 1 in 10.0 and later),
 //! and a switchover command before the RAM section's end from 10.0 on.
 
+mod devices;
+mod mapped_ram;
 mod parse;
 mod precopy;
 mod recording;
@@ -33,6 +35,8 @@ mod wire;
 
 use std::ops::Deref;
 
+pub use devices::{Device, DevicesError};
+pub(crate) use mapped_ram::MappedRam;
 pub use precopy::{PrecopyError, try_write_precopy, write_precopy};
 pub use recording::{Recording, StreamBlock};
 pub use wire::{PAGE_BYTES, STREAM_LIMIT};

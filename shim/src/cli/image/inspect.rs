@@ -1,14 +1,13 @@
-//! `dormouse image`: looks into images. Nothing here changes one.
+//! `dormouse image inspect`: what is in an image.
 
 use std::path::Path;
 use std::process::ExitCode;
-use std::sync::atomic::AtomicBool;
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use dormouse_storage::{ByteCount, Image, Progress, Run, WORKER_THREADS};
+use dormouse_storage::{ByteCount, Image};
 use serde_json::json;
 
-use super::report::Report;
+use crate::cli::report::Report;
 use crate::error::Failure;
 
 pub fn inspect(path: &Path, report: &Report) -> Result<ExitCode, Failure> {
@@ -60,34 +59,6 @@ pub fn inspect(path: &Path, report: &Report) -> Result<ExitCode, Failure> {
             ByteCount(disk.virtual_size_bytes)
         ));
     }
-    report.result(&object, &text);
-    Ok(ExitCode::SUCCESS)
-}
-
-pub fn verify(path: &Path, report: &Report) -> Result<ExitCode, Failure> {
-    let image = Image::open(path)?;
-    let progress = Progress::default();
-    let cancelled = AtomicBool::new(false);
-    let started = Instant::now();
-    let verified = image.verify(&Run {
-        threads: WORKER_THREADS,
-        progress: &progress,
-        cancelled: &cancelled,
-    })?;
-    let seconds = started.elapsed().as_secs_f64();
-    let object = json!({
-        "path": path,
-        "result": "verified",
-        "chunks": verified.chunks,
-        "bytes": verified.bytes.0,
-        "seconds": seconds,
-    });
-    let text = format!(
-        "{}: all {} chunks ({}) are as they were written ({seconds:.2} s)",
-        path.display(),
-        verified.chunks,
-        verified.bytes
-    );
     report.result(&object, &text);
     Ok(ExitCode::SUCCESS)
 }

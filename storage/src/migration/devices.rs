@@ -16,7 +16,8 @@
 use serde::Deserialize;
 
 use super::recording::Recording;
-use super::wire::{self, Cursor};
+use super::slice::Slice;
+use super::wire;
 
 /// More devices than a machine has.
 const DEVICES_LIMIT: usize = 16 << 10;
@@ -118,7 +119,7 @@ impl Recording {
             .unwrap_or_default();
         let description: Description =
             serde_json::from_slice(description).map_err(DevicesError::Description)?;
-        let mut cursor = Cursor::new(sections);
+        let mut cursor = Slice::new(sections);
         let mut devices = Vec::new();
         for described in &description.devices {
             if devices.len() == DEVICES_LIMIT {
@@ -138,12 +139,12 @@ impl Recording {
     }
 }
 
-fn walk<'a>(cursor: &mut Cursor<'a>, described: &DescribedDevice) -> Option<Device<'a>> {
-    (cursor.u8().ok()? == wire::SECTION_FULL).then_some(())?;
-    let number = cursor.u32().ok()?;
-    (cursor.short_name().ok()? == described.name).then_some(())?;
-    (cursor.u32().ok()? == described.instance_id).then_some(())?;
-    let version = cursor.u32().ok()?;
+fn walk<'a>(cursor: &mut Slice<'a>, described: &DescribedDevice) -> Option<Device<'a>> {
+    (cursor.u8()? == wire::SECTION_FULL).then_some(())?;
+    let number = cursor.u32()?;
+    (cursor.short_name()? == described.name).then_some(())?;
+    (cursor.u32()? == described.instance_id).then_some(())?;
+    let version = cursor.u32()?;
     described
         .version
         .is_none_or(|told| told == version)
@@ -151,8 +152,8 @@ fn walk<'a>(cursor: &mut Cursor<'a>, described: &DescribedDevice) -> Option<Devi
     let fields = walk_fields(cursor, &described.fields)?;
     walk_subsections(cursor, &described.subsections)?;
     if cursor.peek() == Some(wire::FOOTER) {
-        cursor.u8().ok()?;
-        (cursor.u32().ok()? == number).then_some(())?;
+        cursor.u8()?;
+        (cursor.u32()? == number).then_some(())?;
     }
     Some(Device {
         name: described.name.clone(),
@@ -161,24 +162,24 @@ fn walk<'a>(cursor: &mut Cursor<'a>, described: &DescribedDevice) -> Option<Devi
     })
 }
 
-fn walk_fields<'a>(cursor: &mut Cursor<'a>, described: &[DescribedField]) -> Option<Vec<Field<'a>>> {
+fn walk_fields<'a>(cursor: &mut Slice<'a>, described: &[DescribedField]) -> Option<Vec<Field<'a>>> {
     let fields = described.iter().map(|field| {
         let length = field.size.checked_mul(field.array_len.unwrap_or(1))?;
         Some(Field {
             name: field.name.clone(),
             element_bytes: field.size,
-            bytes: cursor.bytes(length).ok()?,
+            bytes: cursor.bytes(length)?,
         })
     });
     fields.collect()
 }
 
 /// Nesting is as deep as the JSON parser allows, which is not deep.
-fn walk_subsections(cursor: &mut Cursor<'_>, described: &[DescribedSubsection]) -> Option<()> {
+fn walk_subsections(cursor: &mut Slice<'_>, described: &[DescribedSubsection]) -> Option<()> {
     for subsection in described {
-        (cursor.u8().ok()? == wire::SUBSECTION).then_some(())?;
-        (cursor.short_name().ok()? == subsection.vmsd_name).then_some(())?;
-        (cursor.u32().ok()? == subsection.version).then_some(())?;
+        (cursor.u8()? == wire::SUBSECTION).then_some(())?;
+        (cursor.short_name()? == subsection.vmsd_name).then_some(())?;
+        (cursor.u32()? == subsection.version).then_some(())?;
         walk_fields(cursor, &subsection.fields)?;
         walk_subsections(cursor, &subsection.subsections)?;
     }

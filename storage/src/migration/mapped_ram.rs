@@ -23,7 +23,8 @@ use std::io::{self, Write};
 use std::os::unix::fs::FileExt;
 
 use super::recording::{Recording, write_name};
-use super::wire::{self, Cursor, STREAM_LIMIT};
+use super::slice::Slice;
+use super::wire::{self, STREAM_LIMIT};
 use super::{PAGE_BYTES, StreamError};
 use crate::ByteCount;
 
@@ -119,11 +120,15 @@ impl MappedRam {
     pub(crate) fn read(file: &File, start: u64) -> Result<Option<(Vec<MappedBlock>, Vec<u8>)>, ReadError> {
         let file_length = file.metadata()?.len();
         let beginning = read_up_to(file, start, BEGINNING_LIMIT as u64)?;
-        let mut cursor = Cursor::new(&beginning);
-        let Some(mut plain) = beginning_of(&mut cursor)? else {
+        let mut cursor = Slice::new(&beginning);
+        let short = StreamError::Short {
+            at: beginning.len(),
+            part: "beginning of RAM",
+        };
+        let Some(mut plain) = beginning_of(&mut cursor).ok_or_else(|| short.clone())?? else {
             return Ok(None);
         };
-        let record = cursor.u64()?;
+        let record = cursor.u64().ok_or(short)?;
         if record & wire::FLAGS_MASK != wire::FLAG_MEM_SIZE {
             return Err(StreamError::BlockList("it is missing").into());
         }
@@ -169,19 +174,19 @@ pub(crate) enum ReadError {
     Io(#[from] io::Error),
 }
 
-/// Everything up to the block list, without the capability; `None` if it is not there.
-fn beginning_of(cursor: &mut Cursor<'_>) -> Result<Option<Vec<u8>>, StreamError> {
-    cursor.enter("configuration");
+/// Everything up to the block list, without the capability; `Some(Ok(None))` if that is not there, `None` if
+/// the bytes end first.
+fn beginning_of(cursor: &mut Slice<'_>) -> Option<Result<Option<Vec<u8>>, StreamError>> {
     if cursor.u32()? != wire::MAGIC {
-        return Err(StreamError::NotAStream);
+        return Some(Err(StreamError::NotAStream));
     }
     let version = cursor.u32()?;
     if version != wire::VERSION {
-        return Err(StreamError::Version { found: version });
+        return Some(Err(StreamError::Version { found: version }));
     }
     let found = cursor.u8()?;
     if found != wire::CONFIGURATION {
-        return Err(StreamError::NoConfiguration { found });
+        return Some(Err(StreamError::NoConfiguration { found }));
     }
     let name_length = cursor.u32()?;
     cursor.bytes(name_length as usize)?;
@@ -190,9 +195,8 @@ fn beginning_of(cursor: &mut Cursor<'_>) -> Result<Option<Vec<u8>>, StreamError>
     while cursor.peek() == Some(wire::SUBSECTION) {
         let start = cursor.at();
         cursor.u8()?;
-        let name = cursor.short_name()?.to_owned();
-        let version = cursor.u32()?;
-        match (name.as_str(), version) {
+        let name = cursor.short_name()?;
+        match (name, cursor.u32()?) {
             (CAPABILITIES, 1) => {
                 for _ in 0..cursor.u32()? {
                     match cursor.short_name()? {
@@ -208,17 +212,19 @@ fn beginning_of(cursor: &mut Cursor<'_>) -> Result<Option<Vec<u8>>, StreamError>
             ("configuration/uuid", 1) => {
                 cursor.array::<16>()?;
             }
-            _ => return Err(StreamError::Subsection { name, version }),
+            (name, version) => {
+                let name = name.to_owned();
+                return Some(Err(StreamError::Subsection { name, version }));
+            }
         }
         plain.extend_from_slice(cursor.since(start));
     }
     if !is_mapped {
-        return Ok(None);
+        return Some(Ok(None));
     }
     if let Some(name) = other {
-        return Err(StreamError::Capability { name });
+        return Some(Err(StreamError::Capability { name }));
     }
-    cursor.enter("beginning of RAM");
     let start = cursor.at();
     while cursor.peek() == Some(wire::COMMAND) {
         cursor.u8()?;
@@ -229,30 +235,36 @@ fn beginning_of(cursor: &mut Cursor<'_>) -> Result<Option<Vec<u8>>, StreamError>
     let at = cursor.at();
     let section_type = cursor.u8()?;
     if section_type != wire::SECTION_START {
-        return Err(StreamError::SectionType { section_type, at });
+        return Some(Err(StreamError::SectionType { section_type, at }));
     }
     cursor.u32()?;
     cursor.short_name()?;
     cursor.u32()?;
     cursor.u32()?;
     plain.extend_from_slice(cursor.since(start));
-    Ok(Some(plain))
+    Some(Ok(Some(plain)))
 }
 
 fn read_block(file: &File, position: u64, file_length: u64) -> Result<MappedBlock, ReadError> {
     let header = read_up_to(file, position, 1 + 255 + 8 + HEADER_BYTES)?;
-    let mut cursor = Cursor::new(&header);
-    cursor.enter("header of a RAM block");
-    let name = cursor.short_name()?.to_owned();
-    let length = cursor.u64()?;
-    let version = cursor.u32()?;
-    let page_bytes = cursor.u64()?;
-    let block = MappedBlock {
-        name,
-        length,
-        bitmap: cursor.u64()?,
-        pages: cursor.u64()?,
+    let mut cursor = Slice::new(&header);
+    let mut read = || {
+        let name = cursor.short_name()?.to_owned();
+        let (length, version, page_bytes) = (cursor.u64()?, cursor.u32()?, cursor.u64()?);
+        let (bitmap, pages) = (cursor.u64()?, cursor.u64()?);
+        let block = MappedBlock {
+            name,
+            length,
+            bitmap,
+            pages,
+        };
+        Some((block, version, page_bytes))
     };
+    let (block, version, page_bytes) = read().ok_or(StreamError::Short {
+        at: header.len(),
+        part: "header of a RAM block",
+    })?;
+    let length = block.length;
     if length == 0 || !length.is_multiple_of(PAGE_BYTES as u64) {
         return Err(StreamError::BlockList("a length is not a number of pages").into());
     }

@@ -26,17 +26,22 @@
 //! Their difference here is small: the number of the RAM section (2 in 7.2, 1 in 10.0 and later),
 //! and a switchover command before the RAM section's end from 10.0 on.
 
+mod cursor;
 mod devices;
 mod mapped_ram;
+mod page_sink;
 mod parse;
 mod precopy;
 mod recording;
+mod slice;
 mod wire;
 
 use std::ops::Deref;
 
 pub use devices::{Device, DevicesError};
-pub(crate) use mapped_ram::MappedRam;
+pub(crate) use mapped_ram::{MappedBlock, MappedRam, ReadError};
+pub(crate) use page_sink::{PageSink, ReceiveError};
+pub(crate) use parse::receive;
 pub use precopy::{PrecopyError, try_write_precopy, write_precopy};
 pub use recording::{Recording, StreamBlock};
 pub use wire::{PAGE_BYTES, STREAM_LIMIT};

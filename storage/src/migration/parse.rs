@@ -1,9 +1,12 @@
 //! From bytes to a [`Recording`].
 
 use std::collections::HashMap;
+use std::io::{BufRead, BufReader, Read};
 
+use super::cursor::Cursor;
+use super::page_sink::{PageSink, ReceiveError};
 use super::recording::{Pages, RamSection, Recording, StreamBlock};
-use super::wire::{self, Cursor, STREAM_LIMIT};
+use super::wire::{self, STREAM_LIMIT};
 use super::{PAGE_BYTES, StreamError};
 use crate::ByteCount;
 
@@ -16,27 +19,61 @@ const CAPABILITIES_LIMIT: u32 = 64;
 /// Machine types have names of some twenty letters.
 const MACHINE_NAME_LIMIT: u32 = 255;
 
+/// As much of a configuration, or of commands, as is kept; QEMU's take some hundred bytes.
+const KEPT_LIMIT: ByteCount = ByteCount::kib(64);
+
+/// Few large reads: a unix socket of QEMU's hands over some 200 kB at once.
+const BUFFER_BYTES: usize = 256 << 10;
+
+/// Takes a stream in memory apart, with its pages.
 pub(super) fn recording(stream: &[u8]) -> Result<Recording, StreamError> {
     limit("stream", stream.len() as u64, STREAM_LIMIT)?;
-    let mut cursor = Cursor::new(stream);
+    let mut pages = Pages::default();
+    match parse(stream, STREAM_LIMIT, &mut pages) {
+        Ok(recording) => Ok(Recording { pages, ..recording }),
+        Err(ReceiveError::Stream(error)) => Err(error),
+        Err(ReceiveError::Sink(never)) => match never {},
+        Err(ReceiveError::Io(error)) => unreachable!("memory is read without errors: {error}"),
+    }
+}
+
+/// Receives a stream to its end: pages go to `sink` as they come, all else to the recording, which
+/// has no pages then. What follows RAM must not be longer than `tail_bound`.
+///
+/// Memory is bounded by that, by the buffer, and by what [`StreamError::TooLong`] limits.
+pub(crate) fn receive<S: PageSink>(
+    input: impl Read,
+    tail_bound: ByteCount,
+    sink: &mut S,
+) -> Result<Recording, ReceiveError<S::Error>> {
+    parse(BufReader::with_capacity(BUFFER_BYTES, input), tail_bound, sink)
+}
+
+fn parse<S: PageSink>(
+    input: impl BufRead,
+    tail_bound: ByteCount,
+    sink: &mut S,
+) -> Result<Recording, ReceiveError<S::Error>> {
+    let mut cursor = Cursor::new(input);
     if cursor.u32()? != wire::MAGIC {
-        return Err(StreamError::NotAStream);
+        return Err(StreamError::NotAStream.into());
     }
     let version = cursor.u32()?;
     if version != wire::VERSION {
-        return Err(StreamError::Version { found: version });
+        return Err(StreamError::Version { found: version }.into());
     }
     let configuration = Configuration::parse(&mut cursor)?;
-    let opening = commands(&mut cursor)?.to_vec();
-    let mut ram = Ram::start(&mut cursor, configuration.ignore_shared)?;
+    let mut opening = Vec::new();
+    commands(&mut cursor, &mut opening)?;
+    let mut ram = Ram::start(&mut cursor, configuration.ignore_shared, sink)?;
     let mut turning = Vec::new();
     loop {
-        turning.extend_from_slice(commands(&mut cursor)?);
-        if ram.go_on(&mut cursor)? == Section::End {
+        commands(&mut cursor, &mut turning)?;
+        if ram.go_on(&mut cursor, sink)? == Section::End {
             break;
         }
     }
-    let tail = cursor.rest();
+    let tail = cursor.rest(tail_bound)?;
     Ok(Recording {
         machine: configuration.machine,
         configuration: configuration.kept,
@@ -44,9 +81,9 @@ pub(super) fn recording(stream: &[u8]) -> Result<Recording, StreamError> {
         section: ram.section,
         blocks: ram.blocks,
         turning,
-        pages: ram.pages,
-        tail: tail.to_vec(),
-        device_sections_bytes: device_sections_bytes(tail)?,
+        pages: Pages::default(),
+        device_sections_bytes: device_sections_bytes(&tail)?,
+        tail,
     })
 }
 
@@ -57,12 +94,12 @@ struct Configuration {
 }
 
 impl Configuration {
-    fn parse(cursor: &mut Cursor<'_>) -> Result<Self, StreamError> {
+    fn parse<E>(cursor: &mut Cursor<impl BufRead>) -> Result<Self, ReceiveError<E>> {
         cursor.enter("configuration");
-        let start = cursor.at();
+        cursor.keep();
         let found = cursor.u8()?;
         if found != wire::CONFIGURATION {
-            return Err(StreamError::NoConfiguration { found });
+            return Err(StreamError::NoConfiguration { found }.into());
         }
         let length = cursor.u32()?;
         limit(
@@ -70,47 +107,45 @@ impl Configuration {
             length.into(),
             ByteCount(MACHINE_NAME_LIMIT.into()),
         )?;
-        let machine = cursor.name(length as usize)?.to_owned();
+        let machine = cursor.name(length as u8)?;
         let mut configuration = Self {
             machine,
-            kept: cursor.since(start).to_vec(),
+            kept: cursor.kept(),
             ignore_shared: false,
         };
-        while cursor.peek() == Some(wire::SUBSECTION) {
-            configuration.subsection(cursor)?;
+        while cursor.peek()? == Some(wire::SUBSECTION) {
+            cursor.keep();
+            let is_kept = configuration.subsection(cursor)?;
+            let subsection = cursor.kept();
+            if is_kept {
+                configuration.kept.extend(subsection);
+                limit("configuration", configuration.kept.len() as u64, KEPT_LIMIT)?;
+            }
         }
         Ok(configuration)
     }
 
-    fn subsection(&mut self, cursor: &mut Cursor<'_>) -> Result<(), StreamError> {
-        let start = cursor.at();
+    /// Reads a subsection and says whether it is kept.
+    fn subsection<E>(&mut self, cursor: &mut Cursor<impl BufRead>) -> Result<bool, ReceiveError<E>> {
         cursor.u8()?;
         let name = cursor.short_name()?;
         let version = cursor.u32()?;
-        match (name, version) {
+        match (name.as_str(), version) {
             ("configuration/target-page-bits", 1) => {
                 let bits = cursor.u32()?;
                 if bits != PAGE_BYTES.ilog2() {
-                    return Err(StreamError::PageBits { bits });
+                    return Err(StreamError::PageBits { bits }.into());
                 }
+                Ok(true)
             }
-            ("configuration/uuid", 1) => {
-                cursor.array::<16>()?;
-            }
-            ("configuration/capabilities", 1) => return self.capabilities(cursor),
-            _ => {
-                return Err(StreamError::Subsection {
-                    name: name.to_owned(),
-                    version,
-                });
-            }
+            ("configuration/uuid", 1) => cursor.array::<16, _>().map(|_| true),
+            ("configuration/capabilities", 1) => self.capabilities(cursor).map(|()| false),
+            _ => Err(StreamError::Subsection { name, version }.into()),
         }
-        self.kept.extend_from_slice(cursor.since(start));
-        Ok(())
     }
 
     /// Capabilities are dropped, but only those whose effect on the stream is known.
-    fn capabilities(&mut self, cursor: &mut Cursor<'_>) -> Result<(), StreamError> {
+    fn capabilities<E>(&mut self, cursor: &mut Cursor<impl BufRead>) -> Result<(), ReceiveError<E>> {
         let count = cursor.u32()?;
         limit(
             "list of capabilities",
@@ -118,24 +153,21 @@ impl Configuration {
             ByteCount(CAPABILITIES_LIMIT.into()),
         )?;
         for _ in 0..count {
-            match cursor.short_name()? {
+            let name = cursor.short_name()?;
+            match name.as_str() {
                 "x-ignore-shared" => self.ignore_shared = true,
-                name => {
-                    return Err(StreamError::Capability {
-                        name: name.to_owned(),
-                    });
-                }
+                _ => return Err(StreamError::Capability { name }.into()),
             }
         }
         Ok(())
     }
 }
 
-/// Commands that a loading QEMU takes without answering.
-fn commands<'a>(cursor: &mut Cursor<'a>) -> Result<&'a [u8], StreamError> {
+/// Commands that a loading QEMU takes without answering, kept behind those in `kept`.
+fn commands<E>(cursor: &mut Cursor<impl BufRead>, kept: &mut Vec<u8>) -> Result<(), ReceiveError<E>> {
     cursor.enter("commands");
-    let start = cursor.at();
-    while cursor.peek() == Some(wire::COMMAND) {
+    while cursor.peek()? == Some(wire::COMMAND) {
+        cursor.keep();
         cursor.u8()?;
         let number = cursor.u16()?;
         let length = cursor.u16()?;
@@ -143,18 +175,20 @@ fn commands<'a>(cursor: &mut Cursor<'a>) -> Result<&'a [u8], StreamError> {
             return Err(StreamError::Command {
                 name: wire::command_name(number),
                 number,
-            });
+            }
+            .into());
         }
-        cursor.bytes(length.into())?;
+        cursor.skip(length)?;
+        kept.extend(cursor.kept());
+        limit("commands", kept.len() as u64, KEPT_LIMIT)?;
     }
-    Ok(cursor.since(start))
+    Ok(())
 }
 
 struct Ram {
     section: RamSection,
     blocks: Vec<StreamBlock>,
     by_name: HashMap<String, usize>,
-    pages: Pages,
     ignore_shared: bool,
     /// The block that a record with the continue flag belongs to.
     current: Option<usize>,
@@ -168,25 +202,26 @@ enum Section {
 
 impl Ram {
     /// The section that begins RAM, with its block list.
-    fn start(cursor: &mut Cursor<'_>, ignore_shared: bool) -> Result<Self, StreamError> {
+    fn start<S: PageSink>(
+        cursor: &mut Cursor<impl BufRead>,
+        ignore_shared: bool,
+        sink: &mut S,
+    ) -> Result<Self, ReceiveError<S::Error>> {
         cursor.enter("beginning of RAM");
         let at = cursor.at();
         let section_type = cursor.u8()?;
         if section_type != wire::SECTION_START && section_type != wire::SECTION_FULL {
-            return Err(StreamError::SectionType { section_type, at });
+            return Err(StreamError::SectionType { section_type, at }.into());
         }
         let number = cursor.u32()?;
         let name = cursor.short_name()?;
         if name != "ram" || section_type != wire::SECTION_START {
-            return Err(StreamError::Section {
-                name: name.to_owned(),
-                section_type,
-            });
+            return Err(StreamError::Section { name, section_type }.into());
         }
         let instance = cursor.u32()?;
         let version = cursor.u32()?;
         if version != wire::RAM_VERSION {
-            return Err(StreamError::RamVersion { found: version });
+            return Err(StreamError::RamVersion { found: version }.into());
         }
         let mut ram = Self {
             section: RamSection {
@@ -196,22 +231,25 @@ impl Ram {
             },
             blocks: Vec::new(),
             by_name: HashMap::new(),
-            pages: Pages::default(),
             ignore_shared,
             current: None,
         };
-        ram.records(cursor)?;
+        ram.records(cursor, sink)?;
         if ram.blocks.is_empty() {
-            return Err(StreamError::BlockList("it is missing"));
+            return Err(StreamError::BlockList("it is missing").into());
         }
         // Machine types before 2.3 have no footers; whichever it is, all sections do the same.
-        ram.section.footers = cursor.peek() == Some(wire::FOOTER);
+        ram.section.footers = cursor.peek()? == Some(wire::FOOTER);
         ram.footer(cursor)?;
         Ok(ram)
     }
 
     /// The next section, which must be RAM's.
-    fn go_on(&mut self, cursor: &mut Cursor<'_>) -> Result<Section, StreamError> {
+    fn go_on<S: PageSink>(
+        &mut self,
+        cursor: &mut Cursor<impl BufRead>,
+        sink: &mut S,
+    ) -> Result<Section, ReceiveError<S::Error>> {
         cursor.enter("RAM");
         let at = cursor.at();
         let section = match cursor.u8()? {
@@ -219,49 +257,57 @@ impl Ram {
             wire::SECTION_END => Section::End,
             section_type @ (wire::SECTION_START | wire::SECTION_FULL) => {
                 cursor.u32()?;
-                let name = cursor.short_name()?.to_owned();
-                return Err(StreamError::Section { name, section_type });
+                let name = cursor.short_name()?;
+                return Err(StreamError::Section { name, section_type }.into());
             }
-            section_type => return Err(StreamError::SectionType { section_type, at }),
+            section_type => return Err(StreamError::SectionType { section_type, at }.into()),
         };
         self.number(cursor)?;
-        self.records(cursor)?;
+        self.records(cursor, sink)?;
         self.footer(cursor)?;
         Ok(section)
     }
 
-    fn number(&self, cursor: &mut Cursor<'_>) -> Result<(), StreamError> {
+    fn number<E>(&self, cursor: &mut Cursor<impl BufRead>) -> Result<(), ReceiveError<E>> {
         match cursor.u32()? {
             found if found == self.section.number => Ok(()),
             found => Err(StreamError::SectionNumber {
                 found,
                 expected: self.section.number,
-            }),
+            }
+            .into()),
         }
     }
 
-    fn footer(&self, cursor: &mut Cursor<'_>) -> Result<(), StreamError> {
+    fn footer<E>(&self, cursor: &mut Cursor<impl BufRead>) -> Result<(), ReceiveError<E>> {
         if !self.section.footers {
             return Ok(());
         }
         let at = cursor.at();
         match cursor.u8()? {
             wire::FOOTER => self.number(cursor),
-            section_type => Err(StreamError::SectionType { section_type, at }),
+            section_type => Err(StreamError::SectionType { section_type, at }.into()),
         }
     }
 
     /// Records up to the mark that ends a section's.
-    fn records(&mut self, cursor: &mut Cursor<'_>) -> Result<(), StreamError> {
+    fn records<S: PageSink>(
+        &mut self,
+        cursor: &mut Cursor<impl BufRead>,
+        sink: &mut S,
+    ) -> Result<(), ReceiveError<S::Error>> {
         loop {
             let header = cursor.u64()?;
             let (offset, flags) = (header & !wire::FLAGS_MASK, header & wire::FLAGS_MASK);
             match flags {
                 wire::FLAG_EOS => return Ok(()),
-                // Says that multifd channels are to be waited for; the pages of a recording are all
-                // in it.
+                // Says that multifd channels are to be waited for, so that an older content of a page
+                // does not come after a newer one; the guest is stopped, there is one of each.
                 wire::FLAG_MULTIFD_FLUSH => {}
-                wire::FLAG_MEM_SIZE => self.block_list(cursor, offset)?,
+                wire::FLAG_MEM_SIZE => {
+                    self.block_list(cursor, offset)?;
+                    sink.blocks(&self.blocks).map_err(ReceiveError::Sink)?;
+                }
                 _ => match flags & !wire::FLAG_CONTINUE {
                     wire::FLAG_ZERO => {
                         let block = self.block_of(cursor, flags)?;
@@ -270,36 +316,42 @@ impl Ram {
                             return Err(StreamError::Flags {
                                 flags,
                                 reason: "a page filled with another byte than zero",
-                            });
+                            }
+                            .into());
                         }
-                        self.pages.put_zero(block, offset);
+                        sink.zero(block, offset).map_err(ReceiveError::Sink)?;
                     }
                     wire::FLAG_PAGE => {
                         let block = self.block_of(cursor, flags)?;
                         self.check_inside(block, offset)?;
-                        self.pages.put_data(block, offset, cursor.array()?);
+                        sink.data(block, offset, |page| cursor.fill(page))?;
                     }
                     _ => {
                         return Err(StreamError::Flags {
                             flags,
                             reason: wire::flags_meaning(flags),
-                        });
+                        }
+                        .into());
                     }
                 },
             }
         }
     }
 
-    fn block_list(&mut self, cursor: &mut Cursor<'_>, total: u64) -> Result<(), StreamError> {
+    fn block_list<E>(
+        &mut self,
+        cursor: &mut Cursor<impl BufRead>,
+        total: u64,
+    ) -> Result<(), ReceiveError<E>> {
         if !self.blocks.is_empty() {
-            return Err(StreamError::BlockList("it is told twice"));
+            return Err(StreamError::BlockList("it is told twice").into());
         }
         let mut missing = total;
         while missing > 0 {
             if self.blocks.len() == BLOCKS_LIMIT {
-                return Err(StreamError::BlockList("it has more than 4096 blocks"));
+                return Err(StreamError::BlockList("it has more than 4096 blocks").into());
             }
-            let name = cursor.short_name()?.to_owned();
+            let name = cursor.short_name()?;
             let used_length = cursor.u64()?;
             let address = if self.ignore_shared {
                 Some(cursor.u64()?)
@@ -307,13 +359,13 @@ impl Ram {
                 None
             };
             if used_length == 0 || !used_length.is_multiple_of(PAGE_BYTES as u64) {
-                return Err(StreamError::BlockList("a length is not a number of pages"));
+                return Err(StreamError::BlockList("a length is not a number of pages").into());
             }
             missing = missing
                 .checked_sub(used_length)
                 .ok_or(StreamError::BlockList("its lengths are more than their total"))?;
             if self.by_name.insert(name.clone(), self.blocks.len()).is_some() {
-                return Err(StreamError::BlockList("two blocks have one name"));
+                return Err(StreamError::BlockList("two blocks have one name").into());
             }
             self.blocks.push(StreamBlock {
                 name,
@@ -324,21 +376,22 @@ impl Ram {
         Ok(())
     }
 
-    fn block_of(&mut self, cursor: &mut Cursor<'_>, flags: u64) -> Result<usize, StreamError> {
+    fn block_of<E>(
+        &mut self,
+        cursor: &mut Cursor<impl BufRead>,
+        flags: u64,
+    ) -> Result<usize, ReceiveError<E>> {
         if flags & wire::FLAG_CONTINUE != 0 {
-            return self.current.ok_or(StreamError::Flags {
+            let none = StreamError::Flags {
                 flags,
                 reason: "goes on in a block, but none was named",
-            });
+            };
+            return self.current.ok_or(none.into());
         }
         let name = cursor.short_name()?;
-        let block = self
-            .by_name
-            .get(name)
-            .copied()
-            .ok_or_else(|| StreamError::UnknownBlock {
-                name: name.to_owned(),
-            })?;
+        let Some(block) = self.by_name.get(&name).copied() else {
+            return Err(StreamError::UnknownBlock { name }.into());
+        };
         self.current = Some(block);
         Ok(block)
     }

@@ -1,8 +1,10 @@
 //! A recorded stream, taken apart.
 
 use std::collections::BTreeMap;
+use std::convert::Infallible;
 use std::io::{self, Write};
 
+use super::page_sink::{PageSink, ReceiveError};
 use super::wire::{self, PAGE_BYTES};
 use super::{Page, PageContent, StreamError, parse};
 use crate::ByteCount;
@@ -161,24 +163,42 @@ impl Recording {
     }
 }
 
-impl Pages {
-    pub(super) fn put_zero(&mut self, block: usize, offset: u64) {
-        self.places.insert((block, offset), Slot::Zero);
+impl PageSink for Pages {
+    type Error = Infallible;
+
+    fn blocks(&mut self, _: &[StreamBlock]) -> Result<(), Infallible> {
+        Ok(())
     }
 
-    pub(super) fn put_data(&mut self, block: usize, offset: u64, bytes: &[u8; PAGE_BYTES]) {
+    fn zero(&mut self, block: usize, offset: u64) -> Result<(), Infallible> {
+        self.places.insert((block, offset), Slot::Zero);
+        Ok(())
+    }
+
+    fn data(
+        &mut self,
+        block: usize,
+        offset: u64,
+        fill: impl FnOnce(&mut [u8; PAGE_BYTES]) -> Result<(), ReceiveError<Infallible>>,
+    ) -> Result<(), ReceiveError<Infallible>> {
         let new = self.contents.len();
-        match self.places.insert((block, offset), Slot::Data(new)) {
+        let index = match self.places.insert((block, offset), Slot::Data(new)) {
             // Its old place is free to be used again, so that pages sent over and over do not pile
             // up.
             Some(Slot::Data(old)) => {
                 self.places.insert((block, offset), Slot::Data(old));
-                self.contents[old] = *bytes;
+                old
             }
-            _ => self.contents.push(*bytes),
-        }
+            _ => {
+                self.contents.push([0; PAGE_BYTES]);
+                new
+            }
+        };
+        fill(&mut self.contents[index])
     }
+}
 
+impl Pages {
     fn all(&self) -> impl Iterator<Item = Page<'_>> {
         self.places.iter().map(|(place, slot)| self.page(place, slot))
     }

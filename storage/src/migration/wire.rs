@@ -1,6 +1,5 @@
-//! Numbers of the stream, and the cursor that reads it without ever going beyond its end.
+//! Numbers of the stream.
 
-use super::StreamError;
 use crate::ByteCount;
 
 /// Size of a target page: what one page record holds.
@@ -70,94 +69,5 @@ pub(super) fn flags_meaning(flags: u64) -> &'static str {
         "a compressed page"
     } else {
         "not known"
-    }
-}
-
-/// Reads a stream front to back.
-pub(super) struct Cursor<'a> {
-    stream: &'a [u8],
-    at: usize,
-    /// What is being read, for errors.
-    part: &'static str,
-}
-
-impl<'a> Cursor<'a> {
-    pub(super) fn new(stream: &'a [u8]) -> Self {
-        Self {
-            stream,
-            at: 0,
-            part: "header",
-        }
-    }
-
-    pub(super) fn at(&self) -> usize {
-        self.at
-    }
-
-    pub(super) fn enter(&mut self, part: &'static str) {
-        self.part = part;
-    }
-
-    pub(super) fn peek(&self) -> Option<u8> {
-        self.stream.get(self.at).copied()
-    }
-
-    /// Everything that was read since `start`.
-    pub(super) fn since(&self, start: usize) -> &'a [u8] {
-        &self.stream[start..self.at]
-    }
-
-    pub(super) fn rest(&self) -> &'a [u8] {
-        &self.stream[self.at..]
-    }
-
-    pub(super) fn bytes(&mut self, length: usize) -> Result<&'a [u8], StreamError> {
-        let short = StreamError::Short {
-            at: self.stream.len(),
-            part: self.part,
-        };
-        let (taken, _) = self.stream[self.at..].split_at_checked(length).ok_or(short)?;
-        self.at += length;
-        Ok(taken)
-    }
-
-    pub(super) fn array<const N: usize>(&mut self) -> Result<&'a [u8; N], StreamError> {
-        let short = StreamError::Short {
-            at: self.stream.len(),
-            part: self.part,
-        };
-        let (taken, _) = self.stream[self.at..].split_first_chunk::<N>().ok_or(short)?;
-        self.at += N;
-        Ok(taken)
-    }
-
-    pub(super) fn u8(&mut self) -> Result<u8, StreamError> {
-        self.array().map(|[byte]| *byte)
-    }
-
-    pub(super) fn u16(&mut self) -> Result<u16, StreamError> {
-        self.array().copied().map(u16::from_be_bytes)
-    }
-
-    pub(super) fn u32(&mut self) -> Result<u32, StreamError> {
-        self.array().copied().map(u32::from_be_bytes)
-    }
-
-    pub(super) fn u64(&mut self) -> Result<u64, StreamError> {
-        self.array().copied().map(u64::from_be_bytes)
-    }
-
-    /// A name of `length` bytes.
-    pub(super) fn name(&mut self, length: usize) -> Result<&'a str, StreamError> {
-        let name = std::str::from_utf8(self.bytes(length)?)
-            .ok()
-            .filter(|name| !name.is_empty());
-        name.ok_or(StreamError::Name { part: self.part })
-    }
-
-    /// A name behind its length in one byte.
-    pub(super) fn short_name(&mut self) -> Result<&'a str, StreamError> {
-        let length = self.u8()?;
-        self.name(length.into())
     }
 }

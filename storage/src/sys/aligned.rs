@@ -31,6 +31,11 @@ impl AlignedBuf {
             None => handle_alloc_error(layout),
         }
     }
+
+    /// Its length, told without looking at its bytes.
+    pub(super) fn length(&self) -> usize {
+        self.layout.size()
+    }
 }
 
 impl Deref for AlignedBuf {

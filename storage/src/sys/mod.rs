@@ -7,10 +7,12 @@
 mod aligned;
 mod direct;
 mod mapping;
+mod paged;
 
 pub(crate) use aligned::AlignedBuf;
 pub(crate) use direct::DirectFile;
 pub(crate) use mapping::Mapping;
+pub(crate) use paged::PagedBuf;
 
 /// What O_DIRECT asks of memory addresses, file offsets and lengths at most on the devices of
 /// today.

@@ -23,3 +23,4 @@ mod import;
 mod new_file;
 
 pub use export::{ElfOptions, ExportError, ExportFormat, Exported, Registers, export};
+pub use import::{Compression, Domain, DomainDisk, Imported, ImportError, LibvirtHeader, Source, Staged};

@@ -1,1 +1,406 @@
-//! x
+//! From files of other tools to an image.
+//!
+//! ```text
+//!  Source::open ── recognizes by content, reads what stands before RAM: machine, RAM blocks, libvirt's XML
+//!       │
+//!  Source::stage ── reads all of it: RAM into files without a name beside the target, the rest into a Recording
+//!       │
+//!  Staged::write ── through ImageWriter, like any image
+//! ```
+//!
+//! RAM is staged because the page that counts can come last: a stream that was saved while the guest
+//! ran sends pages again and again. Staging takes the space of the RAM that is not zero, beside the
+//! image's own, until the image is sealed.
+//!
+//! None of these formats has a checksum of its own over RAM. What can be checked is: structure,
+//! lengths, the checksums of a compressed container, that every page came, that the stream has its
+//! end.
+
+mod compression;
+mod domain;
+mod libvirt;
+mod mapped_ram;
+mod staging;
+mod stream;
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::time::SystemTime;
+
+use uuid::Uuid;
+
+pub use compression::Compression;
+pub use domain::{Domain, DomainDisk};
+pub use libvirt::LibvirtHeader;
+
+use self::staging::Staging;
+use super::new_file::{folder_of, free_in};
+use crate::image::manifest::{GuestState, Manifest};
+use crate::migration::{MappedBlock, MappedRam, ReadError, Recording, StreamError};
+use crate::{
+    BlockSize, ByteCount, CreateOptions, ImageError, ImageWriter, Layout, MemoryWritten, Run, SealedImage,
+};
+
+/// The longest device state that is taken from a file, and room for it in an image.
+const DEVICE_STATE_LIMIT: ByteCount = ByteCount::gib(1);
+
+/// A file whose memory can become an image.
+#[derive(Debug)]
+pub struct Source {
+    path: PathBuf,
+    file: File,
+    modified: SystemTime,
+    libvirt: Option<LibvirtHeader>,
+    /// Where the stream begins in the file.
+    start: u64,
+    form: Form,
+    machine: String,
+    blocks: Vec<BlockSize>,
+}
+
+#[derive(Debug)]
+enum Form {
+    Stream(Compression),
+    MappedRam {
+        blocks: Vec<MappedBlock>,
+        /// The stream without RAM.
+        plain: Vec<u8>,
+    },
+}
+
+/// Memory on its way into an image.
+#[derive(Debug)]
+pub struct Staged {
+    staging: Staging,
+    recording: Recording,
+}
+
+/// What became of an import.
+#[derive(Debug)]
+pub struct Imported {
+    /// The image.
+    pub sealed: SealedImage,
+    /// Its RAM.
+    pub written: MemoryWritten,
+}
+
+/// Why a file could not become an image.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ImportError {
+    /// The image, or the disk that it goes to.
+    #[error(transparent)]
+    Image(#[from] ImageError),
+    /// The file begins like nothing that is known.
+    #[error(
+        "{path} is neither a migration stream or mapped-ram file of QEMU nor a save image of libvirt", path = path.display()
+    )]
+    Unknown {
+        /// The file.
+        path: PathBuf,
+    },
+    /// libvirt never finished writing it.
+    #[error("{path} is a save image that libvirt did not finish: the save failed or was interrupted", path = path.display())]
+    Incomplete {
+        /// The file.
+        path: PathBuf,
+    },
+    /// The header of a libvirt image is not one.
+    #[error("header of libvirt's save image: {0}")]
+    LibvirtHeader(String),
+    /// The XML in a libvirt image cannot be read.
+    #[error("the domain XML in libvirt's save image cannot be read")]
+    Xml(#[source] roxmltree::Error),
+    /// The stream is compressed in a way that is not supported.
+    #[error(
+        "{path} is compressed with lzop, which is not supported; decompress it (`tail -c +{position} {path} | lzop -dc > STREAM`) \
+         and import that", path = path.display(), position = start + 1
+    )]
+    Lzop {
+        /// The file.
+        path: PathBuf,
+        /// Where the compressed stream begins.
+        start: u64,
+    },
+    /// The stream in the file is none that can be kept.
+    #[error("{path} cannot be imported", path = path.display())]
+    Stream {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong.
+        #[source]
+        source: StreamError,
+    },
+    /// Compressed data is damaged or ends early.
+    #[error("the {compression} data in {path} is damaged", path = path.display())]
+    Compressed {
+        /// The file.
+        path: PathBuf,
+        /// How it is compressed.
+        compression: Compression,
+        /// What the decompressor says.
+        #[source]
+        source: io::Error,
+    },
+    /// The stream lacks pages.
+    #[error(
+        "RAM block {block:?}: the stream holds {found} of its {needed} pages; a save with x-ignore-shared or with free page \
+         hints leaves RAM out"
+    )]
+    PagesMissing {
+        /// The block.
+        block: String,
+        /// Pages that came.
+        found: u64,
+        /// Pages that it has.
+        needed: u64,
+    },
+}
+
+impl Source {
+    /// Opens a file, recognizes it by its content, and reads all that stands before RAM.
+    ///
+    /// # Errors
+    ///
+    /// [`ImportError`] tells what the file is instead, or what is wrong with it.
+    pub fn open(path: &Path) -> Result<Self, ImportError> {
+        let failed = |operation, source| ImageError::io(operation, path, source);
+        let file = File::open(path).map_err(|source| failed("open", source))?;
+        let metadata = file.metadata().map_err(|source| failed("look at", source))?;
+        let modified = metadata.modified().map_err(|source| failed("look at", source))?;
+        let beginning = beginning_of(&file).map_err(|source| failed("read", source))?;
+        let libvirt = LibvirtHeader::read(path, &file, &beginning)?;
+        let (start, compression, sparse) = match &libvirt {
+            Some(header) => (header.stream_start, header.compression, header.sparse),
+            None if beginning.starts_with(b"QEVM") => (0, Compression::None, false),
+            None => {
+                return Err(ImportError::Unknown {
+                    path: path.to_owned(),
+                });
+            }
+        };
+        if compression == Compression::Lzop {
+            return Err(ImportError::Lzop {
+                path: path.to_owned(),
+                start,
+            });
+        }
+        let mapped = match compression {
+            Compression::None => MappedRam::read(&file, start).map_err(|error| match error {
+                ReadError::Stream(error) => stream_error(path, error),
+                ReadError::Io(source) => failed("read", source).into(),
+            })?,
+            _ => None,
+        };
+        if sparse && mapped.is_none() {
+            return Err(ImportError::LibvirtHeader(
+                "it says that the file is sparse, but no mapped-ram stream follows".to_owned(),
+            ));
+        }
+        let (form, machine, blocks) = match mapped {
+            Some((blocks, plain)) => {
+                let sizes = blocks.iter().map(|block| size(&block.name, block.length));
+                let sizes = sizes.collect();
+                // It has no pages, so this looks at the rest of the file.
+                let recording = Recording::parse(&plain).map_err(|error| stream_error(path, error))?;
+                (
+                    Form::MappedRam { blocks, plain },
+                    recording.machine().to_owned(),
+                    sizes,
+                )
+            }
+            None => {
+                let (machine, blocks) = stream::look(&stream::Input {
+                    path,
+                    file: &file,
+                    start,
+                    compression,
+                })?;
+                (Form::Stream(compression), machine, blocks)
+            }
+        };
+        Layout::plan(&blocks).map_err(ImageError::Layout)?;
+        Ok(Self {
+            path: path.to_owned(),
+            file,
+            modified,
+            libvirt,
+            start,
+            form,
+            machine,
+            blocks,
+        })
+    }
+
+    /// What the file is, in words.
+    pub fn form(&self) -> &'static str {
+        match (&self.libvirt, &self.form) {
+            (None, Form::Stream(_)) => "QEMU migration stream",
+            (None, Form::MappedRam { .. }) => "QEMU mapped-ram file",
+            (Some(_), Form::Stream(_)) => "libvirt save image",
+            (Some(_), Form::MappedRam { .. }) => "libvirt save image, sparse",
+        }
+    }
+
+    /// How the stream in it is compressed.
+    pub fn compression(&self) -> Compression {
+        match self.form {
+            Form::Stream(compression) => compression,
+            Form::MappedRam { .. } => Compression::None,
+        }
+    }
+
+    /// What libvirt wrote before the stream.
+    pub fn libvirt(&self) -> Option<&LibvirtHeader> {
+        self.libvirt.as_ref()
+    }
+
+    /// The machine type.
+    pub fn machine(&self) -> &str {
+        &self.machine
+    }
+
+    /// The RAM blocks.
+    pub fn blocks(&self) -> &[BlockSize] {
+        &self.blocks
+    }
+
+    /// When the file was written last: the best that is known of when the guest was saved.
+    pub fn modified(&self) -> SystemTime {
+        self.modified
+    }
+
+    /// RAM of all blocks together. [`Source::stage`] and [`Staged::write`] each report as much.
+    pub fn ram(&self) -> ByteCount {
+        self.blocks.iter().map(|block| block.length).sum()
+    }
+
+    /// The most that is needed in the folder of the image while it is made: for the image and for the
+    /// staged RAM.
+    pub fn space_needed(&self) -> Result<ByteCount, ImportError> {
+        let layout = Layout::plan(&self.blocks).map_err(ImageError::Layout)?;
+        Ok(layout.hard_bound(ByteCount::mib(64)) + self.staged_bound())
+    }
+
+    /// How much RAM that is not zero there can be.
+    fn staged_bound(&self) -> ByteCount {
+        let in_file = self.file.metadata().map_or(u64::MAX, |metadata| metadata.len());
+        match self.form {
+            Form::Stream(Compression::None) => ByteCount(in_file.min(self.ram().0)),
+            _ => self.ram(),
+        }
+    }
+
+    /// Reads all of the file; RAM is kept in files without names in the folder of `target`.
+    ///
+    /// # Errors
+    ///
+    /// [`ImportError`] names what is wrong with the file; [`ImageError::NoSpace`],
+    /// [`ImageError::Cancelled`], [`ImageError::Io`].
+    pub fn stage(&self, target: &Path, run: &Run<'_>) -> Result<Staged, ImportError> {
+        let folder = folder_of(target);
+        let (needed, available) = (self.space_needed()?, free_in(&folder)?);
+        if available < needed {
+            return Err(ImageError::NoSpace {
+                needed,
+                available,
+                path: folder,
+            }
+            .into());
+        }
+        let mut staging = Staging::create(&folder, &self.blocks)?;
+        let recording = match &self.form {
+            Form::MappedRam { blocks, plain } => {
+                mapped_ram::stage(&self.file, &self.path, blocks, &staging, run)?;
+                Recording::parse(plain).map_err(|error| stream_error(&self.path, error))?
+            }
+            Form::Stream(compression) => {
+                let input = stream::Input {
+                    path: &self.path,
+                    file: &self.file,
+                    start: self.start,
+                    compression: *compression,
+                };
+                stream::stage(&input, &mut staging, run)?
+            }
+        };
+        Ok(Staged { staging, recording })
+    }
+}
+
+impl Staged {
+    /// What the guest was doing when the save began, if the device state tells.
+    pub fn guest_state(&self) -> Option<GuestState> {
+        let devices = self.recording.devices().ok()?;
+        let global = devices.iter().find(|device| device.name == "globalstate")?;
+        let name = global.field("runstate", 32).or(global.field("runstate", 100))?;
+        let name = name.split(|byte| *byte == 0).next()?;
+        match name {
+            b"running" => Some(GuestState::Running),
+            b"paused" | b"prelaunch" => Some(GuestState::Paused),
+            _ => None,
+        }
+    }
+
+    /// Writes the image.
+    ///
+    /// # Errors
+    ///
+    /// As [`ImageWriter`]'s.
+    pub fn write(
+        self,
+        target: &Path,
+        replace: bool,
+        manifest: &Manifest,
+        run: &Run<'_>,
+    ) -> Result<Imported, ImportError> {
+        let layout = Layout::plan(self.staging.blocks()).map_err(ImageError::Layout)?;
+        let options = CreateOptions {
+            replace,
+            image_id: Uuid::new_v4(),
+        };
+        let mut writer = ImageWriter::create(target, layout, options)?;
+        writer.reserve(ByteCount(self.recording.normalized().len() as u64))?;
+        let mut written = MemoryWritten::default();
+        for (name, memory) in self.staging.into_memory()? {
+            let block = writer.write_memory(&name, &memory, run)?;
+            written.data += block.data;
+            written.zero += block.zero;
+        }
+        let sealed = writer.seal(manifest, &self.recording)?;
+        sealed.give_back()?;
+        Ok(Imported { sealed, written })
+    }
+}
+
+fn stream_error(path: &Path, source: StreamError) -> ImportError {
+    ImportError::Stream {
+        path: path.to_owned(),
+        source,
+    }
+}
+
+fn size(name: &str, length: u64) -> BlockSize {
+    BlockSize {
+        name: name.to_owned(),
+        length: ByteCount(length),
+    }
+}
+
+/// What decides what the file is; shorter for a shorter file.
+fn beginning_of(file: &File) -> io::Result<Vec<u8>> {
+    let mut beginning = vec![0; libvirt::HEADER_BYTES];
+    let mut length = 0;
+    while length < beginning.len() {
+        match file.read_at(&mut beginning[length..], length as u64) {
+            Ok(0) => break,
+            Ok(read) => length += read,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    beginning.truncate(length);
+    Ok(beginning)
+}

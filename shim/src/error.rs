@@ -8,7 +8,7 @@
 use std::io::ErrorKind;
 
 use dormouse_qmp::{CommandError, ConnectError};
-use dormouse_storage::exchange::ExportError;
+use dormouse_storage::exchange::{ExportError, ImportError};
 use dormouse_storage::image::ImageError;
 use serde::{Deserialize, Serialize};
 
@@ -189,6 +189,17 @@ impl From<ExportError> for Failure {
             ExportError::Image(error) => error.into(),
             other => Self::new(Code::Refused, sentence(&other)),
         }
+    }
+}
+
+impl From<ImportError> for Failure {
+    fn from(error: ImportError) -> Self {
+        let code = match error {
+            ImportError::Image(error) => return error.into(),
+            ImportError::Lzop { .. } => Code::Refused,
+            _ => Code::ImageInvalid,
+        };
+        Self::new(code, sentence(&error))
     }
 }
 

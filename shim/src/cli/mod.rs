@@ -171,7 +171,7 @@ fn start(cli: Cli, report: &Report) -> Result<ExitCode, Failure> {
             Verb::Run(arguments) => run::run(arguments, &state, report).await,
             Verb::Hibernate(arguments) => hibernate::hibernate(arguments, &state, report).await,
             Verb::Wake(arguments) => wake::wake(arguments, &state, report).await,
-            Verb::Image(verb) => image::image(verb, report).await,
+            Verb::Image(verb) => image::image(verb, &state, report).await,
             Verb::Status(arguments) => status::status(arguments, &state, report).await,
             Verb::Doctor(arguments) => doctor::doctor(arguments, &state, report).await,
         }

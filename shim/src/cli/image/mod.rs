@@ -2,6 +2,7 @@
 //! verb; this one has the arguments, and how long work is watched and cancelled.
 
 mod export;
+mod import;
 mod inspect;
 mod verify;
 
@@ -18,6 +19,7 @@ use super::report::Report;
 use crate::error::Failure;
 use crate::machine::effect::joined;
 use crate::signals::Signals;
+use crate::supervisor::state_dir::StateDir;
 
 /// How often progress is told.
 const TELL: Duration = Duration::from_millis(250);
@@ -31,6 +33,8 @@ pub enum ImageVerb {
     Verify(ImageArguments),
     /// Write what is in an image to a file that other tools read
     Export(export::ExportArguments),
+    /// Make an image of memory that QEMU or libvirt saved
+    Import(import::ImportArguments),
 }
 
 /// One image.
@@ -40,11 +44,12 @@ pub struct ImageArguments {
     path: PathBuf,
 }
 
-pub async fn image(verb: ImageVerb, report: &Report) -> Result<ExitCode, Failure> {
+pub async fn image(verb: ImageVerb, state: &StateDir, report: &Report) -> Result<ExitCode, Failure> {
     match verb {
         ImageVerb::Inspect(arguments) => inspect::inspect(&arguments.path, report),
         ImageVerb::Verify(arguments) => verify::verify(&arguments.path, report).await,
         ImageVerb::Export(arguments) => export::export(arguments, report).await,
+        ImageVerb::Import(arguments) => import::import(arguments, state, report).await,
     }
 }
 

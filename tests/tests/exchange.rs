@@ -1,9 +1,10 @@
 //! Memory goes out to plain QEMU and to gdb, and comes in from what plain QEMU and libvirt save.
 
+use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
 
-use dormouse_tests::{BootSectorGuest, Guest, Monitor, PlainQemu, QemuBuild, Scene};
+use dormouse_tests::{BootSectorGuest, Guest, Monitor, Outcome, PlainQemu, QemuBuild, Scene, until};
 use serde_json::json;
 
 /// A paused guest of `build`, hibernated: its image, and its memory as it was.
@@ -181,6 +182,288 @@ fn gdb_reads_memory_and_registers_out_of_an_exported_core() {
     }
     expect_same(
         &saved.memory,
-        &std::fs::read(&dump).expect("gdb dumped the memory"),
+        &fs::read(&dump).expect("gdb dumped the memory"),
     );
+}
+
+/// A guest of plain QEMU, saved by `migrate` to `file`, and its memory as it was then. Its QEMU is gone.
+struct SavedByQemu {
+    scene: Scene,
+    file: PathBuf,
+    memory: Vec<u8>,
+}
+
+impl SavedByQemu {
+    /// Saves the guest while it runs, or `stopped`, to `uri` of a file, after `prepare`.
+    fn on(
+        build: QemuBuild,
+        stopped: bool,
+        uri: impl FnOnce(&Path) -> String,
+        prepare: fn(&mut Monitor),
+    ) -> Self {
+        let scene = Scene::new(build);
+        let file = scene.lab.path("saved");
+        let qemu = PlainQemu::start(&scene.guest);
+        scene.guest.wait_for_ticks(20);
+        let mut monitor = scene.guest.monitor();
+        if stopped {
+            monitor.stop();
+        }
+        prepare(&mut monitor);
+        monitor.execute("migrate", json!({ "uri": uri(&file) }));
+        until("the end of the save", || {
+            let migration = monitor.execute("query-migrate", json!({}));
+            assert_ne!(migration["status"], "failed", "{migration}");
+            (migration["status"] == "completed").then_some(())
+        });
+        monitor.wait_for_status("postmigrate");
+        let memory = monitor.memory(scene.guest.ram_bytes(), &scene.lab.path("memory-before"));
+        drop(qemu);
+        Self {
+            scene,
+            file,
+            memory,
+        }
+    }
+
+    fn stream(build: QemuBuild, stopped: bool) -> Self {
+        Self::on(
+            build,
+            stopped,
+            |file| match build {
+                QemuBuild::V7_2 => format!("exec:cat > {}", file.display()),
+                _ => format!("file:{}", file.display()),
+            },
+            |_| {},
+        )
+    }
+
+    fn import(&self, file: &Path, with_command_line: bool) -> Outcome {
+        let image = self.scene.image();
+        let mut arguments: Vec<std::ffi::OsString> = ["image", "import", "--json"].map(Into::into).to_vec();
+        arguments.extend([file.into(), "--to".into(), image.into(), "--replace".into()]);
+        if with_command_line {
+            arguments.extend(["--name".into(), "guest".into(), "--".into()]);
+            arguments.extend(self.scene.guest.command_line());
+        }
+        self.scene.dormouse.execute(&arguments)
+    }
+
+    /// Woken in every way that its QEMU has, the guest's memory is as it was saved; the last time it goes
+    /// on.
+    fn imported_it_wakes(&self, was_running: bool) {
+        let build = self.scene.guest.build();
+        let modes: &[&str] = if build.maps_images() { &["map", "eager"] } else { &["eager"] };
+        for mode in modes {
+            let imported = self.import(&self.file, true).expect_success().result();
+            assert_eq!(imported["can_be_woken"], true, "{imported}");
+            assert_eq!(
+                imported["guest"],
+                if was_running { "running" } else { "paused" },
+                "{imported}"
+            );
+            let image = self.scene.image();
+            self.scene
+                .dormouse
+                .image("verify", &image, &[])
+                .expect_success();
+            let mut woken = self
+                .scene
+                .dormouse
+                .wake("guest", &image, &["--mode", mode, "--paused"]);
+            let mut monitor = self.scene.guest.monitor();
+            monitor.wait_for_status("paused");
+            let after = monitor.memory(
+                self.scene.guest.ram_bytes(),
+                &self.scene.lab.path("memory-after"),
+            );
+            expect_same(&self.memory, &after);
+            if *mode == "eager" {
+                monitor.cont();
+                assert!(
+                    self.scene.guest.wait_for_more_ticks() > BootSectorGuest::counter_in(&self.memory)
+                );
+            }
+            drop(monitor);
+            woken.terminate();
+            self.scene.lab.wait_for_no_qemu();
+            // Map keeps its image as long as the guest lives.
+            let _ = fs::remove_file(&image);
+        }
+    }
+
+    /// The file as libvirt frames it, its stream put through `program`.
+    fn framed(&self, format: u32, program: &[&str]) -> PathBuf {
+        let framed = self.scene.lab.path("framed");
+        let mut bytes = libvirt_header(format, true);
+        match program {
+            [] => bytes.extend(fs::read(&self.file).expect("the save can be read")),
+            [program, arguments @ ..] => {
+                let compressed = Command::new(program)
+                    .args(arguments)
+                    .stdin(fs::File::open(&self.file).expect("the save can be read"))
+                    .stderr(Stdio::inherit())
+                    .output()
+                    .expect("the compressor runs");
+                assert!(compressed.status.success(), "{program}");
+                bytes.extend(compressed.stdout);
+            }
+        }
+        fs::write(&framed, bytes).expect("the framed save can be written");
+        framed
+    }
+}
+
+/// Header and XML of a libvirt save image, with room to grow as libvirt leaves it.
+fn libvirt_header(format: u32, was_running: bool) -> Vec<u8> {
+    let mut text = b"<domain type='qemu'><name>guest</name><os><type machine='pc'>hvm</type></os>\
+        <devices><emulator>/usr/bin/qemu-system-x86_64</emulator></devices></domain>\0"
+        .to_vec();
+    let cookie = text.len() as u32;
+    text.extend(b"<cookie/>\0");
+    text.resize(text.len() + (64 << 10), 0);
+    let mut header = b"LibvirtQemudSave".to_vec();
+    for word in [2, text.len() as u32, was_running.into(), format, cookie] {
+        header.extend(word.to_le_bytes());
+    }
+    header.resize(92, 0);
+    header.extend(text);
+    header
+}
+
+fn an_imported_stream_wakes(build: QemuBuild, stopped: bool) {
+    SavedByQemu::stream(build, stopped).imported_it_wakes(!stopped);
+}
+
+#[test]
+fn a_stream_saved_while_the_guest_ran_wakes_on_qemu_7_2() {
+    an_imported_stream_wakes(QemuBuild::V7_2, false);
+}
+
+#[test]
+fn a_stream_saved_while_the_guest_ran_wakes_on_qemu_10_0() {
+    an_imported_stream_wakes(QemuBuild::V10_0, false);
+}
+
+#[test]
+fn a_stream_saved_while_the_guest_ran_wakes_on_qemu_11_1() {
+    an_imported_stream_wakes(QemuBuild::V11_1, false);
+}
+
+#[test]
+fn a_stream_of_a_stopped_guest_wakes_on_qemu_10_0() {
+    an_imported_stream_wakes(QemuBuild::V10_0, true);
+}
+
+#[test]
+fn a_stream_of_a_stopped_guest_wakes_on_qemu_11_1() {
+    an_imported_stream_wakes(QemuBuild::V11_1, true);
+}
+
+#[test]
+fn a_mapped_ram_file_saved_while_the_guest_ran_wakes_on_qemu_10_0() {
+    let uri = |file: &Path| format!("file:{}", file.display());
+    SavedByQemu::on(QemuBuild::V10_0, false, uri, with_mapped_ram).imported_it_wakes(true);
+}
+
+#[test]
+fn a_mapped_ram_file_of_a_stopped_guest_wakes_on_qemu_11_1() {
+    let uri = |file: &Path| format!("file:{}", file.display());
+    SavedByQemu::on(QemuBuild::V11_1, true, uri, with_mapped_ram).imported_it_wakes(false);
+}
+
+#[test]
+fn a_sparse_save_image_of_libvirt_wakes() {
+    let uri = |file: &Path| {
+        let header = libvirt_header(6, false);
+        fs::write(file, &header).expect("the header can be written");
+        format!("file:{},offset={}", file.display(), header.len())
+    };
+    SavedByQemu::on(QemuBuild::V10_0, true, uri, with_mapped_ram).imported_it_wakes(false);
+}
+
+#[test]
+fn a_save_image_of_libvirt_wakes_however_it_is_compressed() {
+    let mut saved = SavedByQemu::stream(QemuBuild::V10_0, true);
+    let exported = |saved: &SavedByQemu| {
+        let file = saved.scene.lab.path("exported");
+        let options = [
+            "--format",
+            "stream",
+            "--force",
+            "--to",
+            &file.to_string_lossy(),
+            "--json",
+        ];
+        let image = saved.scene.image();
+        saved
+            .scene
+            .dormouse
+            .image("export", &image, &options)
+            .expect_success();
+        fs::remove_file(&image).expect("the image can be removed");
+        fs::read(&file).expect("the stream can be read")
+    };
+    saved.import(&saved.file, false).expect_success();
+    let plain = exported(&saved);
+    for (format, name, program) in [
+        (0, "uncompressed", &[][..]),
+        (1, "gzip", &["gzip", "-c"]),
+        (2, "bzip2", &["bzip2", "-c"]),
+        (3, "xz", &["xz", "-c", "-3"]),
+        (5, "zstd", &["zstd", "-c"]),
+    ] {
+        let framed = saved.framed(format, program);
+        let imported = saved.import(&framed, false).expect_success().result();
+        assert_eq!(imported["compression"], name);
+        assert_eq!(imported["name"], "guest");
+        assert_eq!(imported["guest"], "running", "as libvirt's header says");
+        assert!(exported(&saved) == plain, "{name}");
+    }
+    saved.file = saved.framed(5, &["zstd", "-c"]);
+    saved.imported_it_wakes(true);
+}
+
+#[test]
+fn what_cannot_be_imported_is_refused_by_name() {
+    let saved = SavedByQemu::stream(QemuBuild::V10_0, true);
+    let refused = |bytes: &[u8], code: i32, words: &str| {
+        let file = saved.scene.lab.path("refused");
+        fs::write(&file, bytes).expect("a file can be written");
+        let outcome = saved.import(&file, false).expect_exit(code).result();
+        let message = outcome["error"]["message"].as_str().unwrap_or_default();
+        assert!(message.contains(words), "{message}");
+        assert!(!saved.scene.image().exists());
+    };
+    let stream = fs::read(&saved.file).expect("the save can be read");
+    let mut unfinished = libvirt_header(0, true);
+    unfinished[..16].copy_from_slice(b"LibvirtQemudPart");
+    refused(&unfinished, 8, "did not finish");
+    refused(b"something else", 8, "neither");
+    refused(b"", 8, "neither");
+    refused(&libvirt_header(4, true), 3, "lzop -dc");
+    refused(&libvirt_header(7, true), 8, "format 7");
+    refused(&stream[..stream.len() - 20_000], 8, "cut");
+    refused(&stream[..stream.len() / 2], 8, "ends at byte");
+    let framed = fs::read(saved.framed(1, &["gzip", "-c"])).expect("a framed save");
+    refused(&framed[..framed.len() / 2], 8, "gzip data");
+}
+
+#[test]
+fn a_command_line_that_makes_another_machine_is_refused_before_anything_is_written() {
+    let saved = SavedByQemu::stream(QemuBuild::V10_0, true);
+    let mut line = saved.scene.guest.command_line();
+    let size = line.iter().position(|word| word == "-m").expect("-m") + 1;
+    line[size] = "96".into();
+    let mut arguments: Vec<std::ffi::OsString> = ["image", "import", "--json"].map(Into::into).to_vec();
+    let image = saved.scene.image();
+    arguments.extend([(&saved.file).into(), "--to".into(), (&image).into(), "--".into()]);
+    arguments.extend(line);
+    let outcome = saved.scene.dormouse.execute(&arguments).expect_exit(3).result();
+    let message = outcome["error"]["message"].as_str().unwrap_or_default();
+    assert!(
+        message.contains("RAM block pc.ram was 64.0 MiB and is 96.0 MiB"),
+        "{message}"
+    );
+    assert!(!image.exists());
 }

@@ -410,7 +410,7 @@ fn a_save_image_of_libvirt_wakes_however_it_is_compressed() {
         (0, "uncompressed", &[][..]),
         (1, "gzip", &["gzip", "-c"]),
         (2, "bzip2", &["bzip2", "-c"]),
-        (3, "xz", &["xz", "-c", "-3"]),
+        (3, "xz", &["xz", "-c", "-0"]),
         (5, "zstd", &["zstd", "-c"]),
     ] {
         let framed = saved.framed(format, program);

@@ -162,9 +162,12 @@ impl From<ImageError> for Failure {
             | ImageError::Corrupt { .. }
             | ImageError::Stream(_)
             | ImageError::WrongState { .. } => Code::ImageInvalid,
-            ImageError::Locked { .. } | ImageError::TargetExists { .. } | ImageError::HoldsGuest { .. } => {
-                Code::Refused
-            }
+            ImageError::Locked { .. }
+            | ImageError::DeviceInUse { .. }
+            | ImageError::ReadOnly { .. }
+            | ImageError::SectorSize { .. }
+            | ImageError::TargetExists { .. }
+            | ImageError::HoldsGuest { .. } => Code::Refused,
             ImageError::NoSpace { .. } => Code::NoSpace,
             ImageError::Cancelled => Code::Cancelled,
             // A wrong path is the caller's to mend, not the storage's.
@@ -176,7 +179,7 @@ impl From<ImageError> for Failure {
             {
                 Code::Usage
             }
-            ImageError::Io { .. } | ImageError::Memory(_) => Code::StorageIo,
+            ImageError::Io { .. } | ImageError::MayBeSealed { .. } | ImageError::Memory(_) => Code::StorageIo,
             _ => Code::Internal,
         };
         Self::new(code, sentence(&error))

@@ -23,20 +23,26 @@
 mod byte_count;
 pub mod exchange;
 pub mod image;
+mod incoming;
 pub mod memory;
 pub mod migration;
+mod rate_limit;
 mod run;
 #[allow(unsafe_code)]
 mod sys;
+mod volume;
 
 pub use byte_count::ByteCount;
 pub use image::{
-    BlockPlacement, BlockSize, Corruption, CreateOptions, Image, ImageError, ImageState, ImageWriter, Layout,
-    LayoutError, Manifest, MemoryWritten, Mismatch, SealedImage, TornBecause, Usage, Verified,
+    BlockPlacement, BlockSize, Compression, Corruption, CreateOptions, Image, ImageError, ImageKey,
+    ImageState, ImageWriter, Layout, LayoutError, Manifest, MemoryWritten, Mismatch, SealedImage,
+    TornBecause, Usage, Verified,
 };
+pub use incoming::{Incoming, IncomingError};
 pub use memory::{GuestMemory, MemoryError, MemoryFile};
 pub use migration::{
     Page, PageBytes, PageContent, PrecopyError, Recording, StreamBlock, StreamError, try_write_precopy,
     write_precopy,
 };
 pub use run::{Progress, Run, WORKER_THREADS};
+pub use volume::{Backend, VolumeKind};

@@ -54,9 +54,9 @@ fn writing_tells_data_from_zeros_and_does_not_allocate_the_guests_holes() {
 #[test]
 fn what_the_image_tells_of_itself_is_what_was_written() {
     let laboratory = Laboratory::new();
-    let sealed = laboratory.sealed();
+    let mut sealed = laboratory.sealed();
     let reserved = sealed.allocated().unwrap();
-    sealed.give_back().unwrap();
+    working(|run| sealed.give_back(run)).unwrap();
     let allocated = sealed.allocated().unwrap();
     assert!(allocated < reserved, "{allocated} of {reserved}");
     assert_eq!(sealed.path(), laboratory.target());
@@ -378,7 +378,7 @@ fn a_guest_that_is_not_whole_is_not_sealed() {
 
     // RAM that is shared has no pages in the stream: forgetting it must not make it zero.
     let mut writer = laboratory.create(false).unwrap();
-    let error = writer.write_pages(&laboratory.recording()).unwrap_err();
+    let error = working(|run| writer.write_pages(&laboratory.recording(), run)).unwrap_err();
     assert!(
         matches!(
             error,

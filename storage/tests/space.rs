@@ -6,60 +6,23 @@
 mod fixture;
 
 use std::fs;
-use std::path::Path;
 
-use dormouse_storage::{BlockSize, ByteCount, CreateOptions, GuestMemory, ImageError, ImageWriter, Layout};
+use dormouse_storage::{
+    Backend, BlockSize, ByteCount, CreateOptions, GuestMemory, ImageError, ImageWriter, Layout,
+};
+use fixture::small_disk::SmallDisk;
 use fixture::{Laboratory, noise, working};
-use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
-use std::ffi::CString;
 use std::os::unix::fs::FileExt;
-use tempfile::TempDir;
-use uuid::Uuid;
 
-/// A file system of a few MiB.
-struct SmallDisk {
-    folder: TempDir,
-}
-
-impl SmallDisk {
-    fn of(size: ByteCount) -> Self {
-        let folder = tempfile::tempdir().expect("folder");
-        let options = CString::new(format!("size={}", size.0)).expect("options");
-        mount(
-            "tmpfs",
-            folder.path(),
-            "tmpfs",
-            MountFlags::empty(),
-            options.as_c_str(),
-        )
-        .expect("mounting a tmpfs needs root; this test is not to be skipped");
-        Self { folder }
-    }
-
-    fn path(&self) -> &Path {
-        self.folder.path()
-    }
-
-    fn is_empty(&self) -> bool {
-        fs::read_dir(self.path()).expect("read").next().is_none()
-    }
-}
-
-impl Drop for SmallDisk {
-    fn drop(&mut self) {
-        let _ = unmount(self.folder.path(), UnmountFlags::DETACH);
-    }
-}
-
-fn writer_on(disk: &SmallDisk, ram: ByteCount) -> ImageWriter {
+fn writer_on(disk: &SmallDisk, ram: ByteCount, backend: Option<Backend>) -> ImageWriter {
     let layout = Layout::plan(&[BlockSize {
         name: "pc.ram".into(),
         length: ram,
     }])
     .expect("layout");
     let options = CreateOptions {
-        replace: false,
-        image_id: Uuid::new_v4(),
+        backend,
+        ..CreateOptions::default()
     };
     ImageWriter::create(&disk.path().join("image"), layout, options).expect("create")
 }
@@ -67,7 +30,7 @@ fn writer_on(disk: &SmallDisk, ram: ByteCount) -> ImageWriter {
 #[test]
 fn reserving_more_than_is_free_tells_both_numbers_and_leaves_nothing() {
     let disk = SmallDisk::of(ByteCount::mib(16));
-    let mut writer = writer_on(&disk, ByteCount::mib(64));
+    let mut writer = writer_on(&disk, ByteCount::mib(64), None);
     let error = writer.reserve(ByteCount::mib(1)).unwrap_err();
     let ImageError::NoSpace {
         needed,
@@ -99,35 +62,38 @@ fn what_was_reserved_is_there_even_if_others_fill_the_disk() {
     let laboratory = Laboratory::new();
     let disk = SmallDisk::of(ByteCount::mib(24));
     let target = disk.path().join("image");
-    let options = CreateOptions {
-        replace: false,
-        image_id: Uuid::new_v4(),
-    };
+    let options = CreateOptions::default();
     let mut writer = ImageWriter::create(&target, laboratory.layout(), options).unwrap();
     writer.reserve(ByteCount::mib(1)).unwrap();
     // Somebody else takes all the rest.
     assert!(fs::write(disk.path().join("other"), vec![1; 24 << 20]).is_err());
     working(|run| writer.write_memory("pc.ram", &laboratory.memory(), run)).unwrap();
-    writer.write_pages(&laboratory.recording()).unwrap();
-    let sealed = writer
+    working(|run| writer.write_pages(&laboratory.recording(), run)).unwrap();
+    let mut sealed = writer
         .seal(&laboratory.manifest(), &laboratory.recording())
         .unwrap();
     let before = sealed.allocated().unwrap();
-    sealed.give_back().unwrap();
+    working(|run| sealed.give_back(run)).unwrap();
     assert!(sealed.allocated().unwrap() < before);
 }
 
 #[test]
 fn a_disk_that_fills_up_under_an_unreserved_image_is_no_space_too() {
-    let disk = SmallDisk::of(ByteCount::mib(4));
     let ram_file = tempfile::tempfile_in("/dev/shm").unwrap();
     let mut ram = vec![0; 8 << 20];
     noise(&mut ram, 5);
     ram_file.write_all_at(&ram, 0).unwrap();
     let memory = GuestMemory::map(ram_file, ByteCount::mib(8)).unwrap();
-    let mut writer = writer_on(&disk, ByteCount::mib(8));
-    let error = working(|run| writer.write_memory("pc.ram", &memory, run)).unwrap_err();
-    assert!(matches!(error, ImageError::NoSpace { .. }), "{error:?}");
-    drop(writer);
-    assert!(disk.is_empty());
+    for backend in [Backend::Uring, Backend::Pwrite, Backend::Buffered] {
+        let disk = SmallDisk::of(ByteCount::mib(4));
+        let mut writer = writer_on(&disk, ByteCount::mib(8), Some(backend));
+        assert_eq!(writer.backend(), backend);
+        let error = working(|run| writer.write_memory("pc.ram", &memory, run)).unwrap_err();
+        assert!(
+            matches!(error, ImageError::NoSpace { .. }),
+            "{backend}: {error:?}"
+        );
+        drop(writer);
+        assert!(disk.is_empty());
+    }
 }

@@ -180,10 +180,7 @@ fn gdb_reads_memory_and_registers_out_of_an_exported_core() {
             .unwrap_or_else(|| panic!("no {in_qemu}: {}", saved.registers));
         assert_eq!(by_gdb, u64::from_str_radix(by_qemu, 16), "{in_gdb}");
     }
-    expect_same(
-        &saved.memory,
-        &fs::read(&dump).expect("gdb dumped the memory"),
-    );
+    expect_same(&saved.memory, &fs::read(&dump).expect("gdb dumped the memory"));
 }
 
 /// A guest of plain QEMU, saved by `migrate` to `file`, and its memory as it was then. Its QEMU is gone.
@@ -219,11 +216,7 @@ impl SavedByQemu {
         monitor.wait_for_status("postmigrate");
         let memory = monitor.memory(scene.guest.ram_bytes(), &scene.lab.path("memory-before"));
         drop(qemu);
-        Self {
-            scene,
-            file,
-            memory,
-        }
+        Self { scene, file, memory }
     }
 
     fn stream(build: QemuBuild, stopped: bool) -> Self {
@@ -253,7 +246,11 @@ impl SavedByQemu {
     /// on.
     fn imported_it_wakes(&self, was_running: bool) {
         let build = self.scene.guest.build();
-        let modes: &[&str] = if build.maps_images() { &["map", "eager"] } else { &["eager"] };
+        let modes: &[&str] = if build.maps_images() {
+            &["map", "eager"]
+        } else {
+            &["eager"]
+        };
         for mode in modes {
             let imported = self.import(&self.file, true).expect_success().result();
             assert_eq!(imported["can_be_woken"], true, "{imported}");
@@ -263,26 +260,18 @@ impl SavedByQemu {
                 "{imported}"
             );
             let image = self.scene.image();
-            self.scene
-                .dormouse
-                .image("verify", &image, &[])
-                .expect_success();
+            self.scene.dormouse.image("verify", &image, &[]).expect_success();
             let mut woken = self
                 .scene
                 .dormouse
                 .wake("guest", &image, &["--mode", mode, "--paused"]);
             let mut monitor = self.scene.guest.monitor();
             monitor.wait_for_status("paused");
-            let after = monitor.memory(
-                self.scene.guest.ram_bytes(),
-                &self.scene.lab.path("memory-after"),
-            );
+            let after = monitor.memory(self.scene.guest.ram_bytes(), &self.scene.lab.path("memory-after"));
             expect_same(&self.memory, &after);
             if *mode == "eager" {
                 monitor.cont();
-                assert!(
-                    self.scene.guest.wait_for_more_ticks() > BootSectorGuest::counter_in(&self.memory)
-                );
+                assert!(self.scene.guest.wait_for_more_ticks() > BootSectorGuest::counter_in(&self.memory));
             }
             drop(monitor);
             woken.terminate();

@@ -145,7 +145,7 @@ pub async fn supervise(mut supervised: Supervised, mut signals: Signals) -> Resu
 
 /// Removes an image whose guest was woken.
 pub fn remove_used_up(image: &Image) {
-    if let Err(error) = std::fs::remove_file(image.path()) {
+    if let Err(error) = image.remove() {
         tracing::warn!(%error, image = %image.path().display(), "cannot remove the image, which is used up");
     }
 }

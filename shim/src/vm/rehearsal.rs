@@ -109,10 +109,9 @@ fn differences(saved: &[BlockSize], made: &[BlockSize]) -> Vec<String> {
         match find(made, name) {
             None => differences.push(format!("RAM block {name} ({length}) was saved and is not there")),
             // Firmware tables are resized to what was saved when it is loaded.
-            Some(block) if block.length != *length && !name.starts_with("/rom@") => differences.push(format!(
-                "RAM block {name} was {length} and is {}",
-                block.length
-            )),
+            Some(block) if block.length != *length && !name.starts_with("/rom@") => {
+                differences.push(format!("RAM block {name} was {length} and is {}", block.length))
+            }
             Some(_) => {}
         }
     }
@@ -131,9 +130,17 @@ mod tests {
             name: name.to_owned(),
             length: ByteCount::mib(mib),
         };
-        let saved = [block("pc.ram", 64), block("/rom@etc/acpi/tables", 2), block("vga.vram", 16)];
+        let saved = [
+            block("pc.ram", 64),
+            block("/rom@etc/acpi/tables", 2),
+            block("vga.vram", 16),
+        ];
         assert_eq!(differences(&saved, &saved), Vec::<String>::new());
-        let made = [block("pc.ram", 128), block("/rom@etc/acpi/tables", 1), block("qxl.vram", 16)];
+        let made = [
+            block("pc.ram", 128),
+            block("/rom@etc/acpi/tables", 1),
+            block("qxl.vram", 16),
+        ];
         assert_eq!(
             differences(&saved, &made),
             [

@@ -23,4 +23,6 @@ mod import;
 mod new_file;
 
 pub use export::{ElfOptions, ExportError, ExportFormat, Exported, Registers, export};
-pub use import::{Compression, Domain, DomainDisk, Imported, ImportError, LibvirtHeader, Source, Staged};
+pub use import::{
+    Domain, DomainDisk, ImportError, Imported, LibvirtHeader, Source, Staged, StreamCompression,
+};

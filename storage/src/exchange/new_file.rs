@@ -14,7 +14,8 @@ use rustix::fs::{AtFlags, CWD, FlockOperation, RenameFlags};
 use rustix::io::Errno;
 use uuid::Uuid;
 
-use crate::image::{ImageError, is_out_of_space};
+use crate::image::ImageError;
+use crate::image::error::is_out_of_space;
 use crate::{ByteCount, Image};
 
 /// A file that is written and has not its name yet.

@@ -6,14 +6,22 @@
 //! ```text
 //! u32 number of blocks
 //! per block:  u8 length of name | name | u64 offset in the image | u64 length
-//!             per chunk, in order:  u8 kind (0 zero, 1 data) | 3 bytes zero
-//!                                   u32 length | u32 CRC-32 (zero for kind 0)
+//!             per chunk, in order:  u32 kind (0 zero, 1 raw, 2 one zstd frame)
+//!                                   u32 length (of a zero chunk: of the zeros) | u32 CRC-32 of what is stored
+//!                                   in an encrypted image: u64 nonce | tag (16 bytes)
 //! ```
 //!
-//! Every chunk of a block is [`CHUNK_BYTES`] long (the superblock tells the size that the writer
-//! used) but the last, which is what remains. The table's own CRC-32 is in the superblock; decoding
-//! still trusts nothing: it checks every length before it allocates, and never panics.
+//! Every chunk of a block stands for [`CHUNK_BYTES`] of RAM (the superblock tells the size that the
+//! writer used) but the last, which is what remains. **A chunk lies at its own place** whatever its kind:
+//! at the block's offset plus its own in the block; a compressed one is only shorter and leaves the
+//! rest of its place unused. So nobody has to say where a chunk goes, any mixture of kinds is
+//! an image, and any page is found with one look at this table. Space is no worse for it: all of it had to
+//! be reserved before the guest was stopped, and a file gives back what was not used.
+//!
+//! The table's own CRC-32 is in the superblock; decoding still trusts nothing: it checks every length
+//! before it allocates, and never panics. In format 1 there is no kind 2.
 
+use super::cipher::TAG_BYTES;
 use super::layout::{BlockPlacement, Layout, LayoutError};
 use crate::ByteCount;
 
@@ -24,26 +32,66 @@ use crate::ByteCount;
 /// 1 MiB finds more zeros, and a bad sector costs less.
 pub(crate) const CHUNK_BYTES: u32 = 1 << 20;
 
-/// The longest table that is read: 16 TiB of RAM in chunks of 1 MiB take 192 MiB.
-pub(super) const TABLE_LIMIT: ByteCount = ByteCount::mib(256);
+/// The longest table that is read: 16 TiB of RAM take 192 MiB, encrypted 576 MiB.
+pub(super) const TABLE_LIMIT: ByteCount = ByteCount::mib(640);
 
 const ENTRY_BYTES: u64 = 12;
+const SEAL_BYTES: u64 = 8 + TAG_BYTES as u64;
 const BLOCK_HEADER_BYTES: u64 = 1 + 8 + 8;
 
 /// One chunk of a RAM block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Chunk {
-    pub(super) content: ChunkContent,
-    pub(super) length: u32,
+pub(crate) struct Chunk {
+    /// The RAM that it stands for, in bytes.
+    pub(crate) length: u32,
+    pub(crate) content: ChunkContent,
 }
 
 /// What a chunk holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum ChunkContent {
+pub(crate) enum ChunkContent {
     /// Zeros; nothing was written.
     Zero,
-    /// Bytes at the chunk's place, with this CRC-32.
-    Data { crc32: u32 },
+    /// Something, at the chunk's place.
+    Stored(Stored),
+}
+
+/// What lies at a chunk's place.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Stored {
+    pub(crate) form: Form,
+    /// How long it is, in bytes; as long as the chunk at most.
+    pub(crate) length: u32,
+    /// CRC-32 of it, as it lies there.
+    pub(crate) crc32: u32,
+    /// Of an encrypted image: what opens it.
+    pub(crate) seal: Option<Seal>,
+}
+
+/// In which form RAM is stored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Form {
+    /// As it is.
+    Raw,
+    /// One zstd frame.
+    Zstd,
+}
+
+/// What an encrypted chunk was sealed with.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Seal {
+    /// Never the same twice in one image.
+    pub(crate) nonce: u64,
+    pub(crate) tag: [u8; TAG_BYTES],
+}
+
+/// How a table is to be read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct TableForm {
+    pub(super) chunk_bytes: u32,
+    pub(super) encrypted: bool,
+    /// Whether chunks can be compressed: since format 2.
+    pub(super) zstd: bool,
 }
 
 /// A layout with the chunks of each of its blocks, in the layout's order.
@@ -51,11 +99,13 @@ pub(super) enum ChunkContent {
 pub(super) struct ChunkTable {
     pub(super) layout: Layout,
     pub(super) chunks: Vec<Vec<Chunk>>,
+    /// Whether its chunks have seals.
+    pub(super) encrypted: bool,
 }
 
 impl ChunkTable {
     pub(super) fn encode(&self) -> Vec<u8> {
-        let mut table = Vec::with_capacity(encoded_length(&self.layout) as usize);
+        let mut table = Vec::new();
         table.extend((self.layout.blocks().len() as u32).to_le_bytes());
         for (block, chunks) in self.layout.blocks().iter().zip(&self.chunks) {
             // The layout holds no name longer than 255 bytes.
@@ -64,19 +114,31 @@ impl ChunkTable {
             table.extend(block.offset.to_le_bytes());
             table.extend(block.length.0.to_le_bytes());
             for chunk in chunks {
-                let (kind, crc32) = match chunk.content {
-                    ChunkContent::Zero => (0_u32, 0),
-                    ChunkContent::Data { crc32 } => (1, crc32),
+                let (kind, length, crc32, seal) = match chunk.content {
+                    ChunkContent::Zero => (0_u32, chunk.length, 0, None),
+                    ChunkContent::Stored(stored) => {
+                        let kind = match stored.form {
+                            Form::Raw => 1,
+                            Form::Zstd => 2,
+                        };
+                        (kind, stored.length, stored.crc32, stored.seal)
+                    }
                 };
                 table.extend(kind.to_le_bytes());
-                table.extend(chunk.length.to_le_bytes());
+                table.extend(length.to_le_bytes());
                 table.extend(crc32.to_le_bytes());
+                if self.encrypted {
+                    table.extend(seal.map_or(0, |seal| seal.nonce).to_le_bytes());
+                    table.extend(seal.map_or([0; TAG_BYTES], |seal| seal.tag));
+                }
             }
         }
         table
     }
 
-    pub(super) fn decode(table: &[u8], chunk_bytes: u32) -> Result<Self, TableError> {
+    pub(super) fn decode(table: &[u8], form: TableForm) -> Result<Self, TableError> {
+        let chunk_bytes = form.chunk_bytes;
+        let entry_bytes = ENTRY_BYTES + if form.encrypted { SEAL_BYTES } else { 0 };
         if chunk_bytes == 0 {
             return Err(TableError::ChunkSize);
         }
@@ -94,7 +156,7 @@ impl ChunkTable {
             let entries = length.div_ceil(chunk_bytes.into());
             // Before anything is allocated for them: are they there?
             if entries
-                .checked_mul(ENTRY_BYTES)
+                .checked_mul(entry_bytes)
                 .is_none_or(|bytes| bytes > rest.0.len() as u64)
             {
                 return Err(TableError::Short);
@@ -102,13 +164,15 @@ impl ChunkTable {
             let mut of_block = Vec::with_capacity(entries as usize);
             for index in 0..entries {
                 let expected = chunk_length(length, chunk_bytes, index);
-                of_block.push(decode_entry(&mut rest, expected).map_err(|reason| match reason {
-                    EntryError::Short => TableError::Short,
-                    EntryError::Invalid => TableError::Entry {
-                        block: name.clone(),
-                        index,
-                    },
-                })?);
+                of_block.push(
+                    decode_entry(&mut rest, expected, form).map_err(|reason| match reason {
+                        EntryError::Short => TableError::Short,
+                        EntryError::Invalid => TableError::Entry {
+                            block: name.clone(),
+                            index,
+                        },
+                    })?,
+                );
             }
             placements.push(BlockPlacement {
                 name,
@@ -125,18 +189,28 @@ impl ChunkTable {
         Ok(Self {
             layout: Layout::of(placements)?,
             chunks,
+            encrypted: form.encrypted,
         })
+    }
+
+    /// Whether RAM can be mapped from where it lies: nothing is compressed or encrypted.
+    pub(super) fn is_raw(&self) -> bool {
+        let raw = |chunk: &Chunk| match chunk.content {
+            ChunkContent::Zero => true,
+            ChunkContent::Stored(stored) => stored.form == Form::Raw,
+        };
+        !self.encrypted && self.chunks.iter().flatten().all(raw)
     }
 }
 
-/// How long the table of `layout` is, in bytes.
-pub(super) fn encoded_length(layout: &Layout) -> u64 {
+/// How long the table of `layout` can be, in bytes: that of an encrypted image.
+pub(super) fn encoded_length_bound(layout: &Layout) -> u64 {
     let blocks = layout.blocks().iter();
     4 + blocks
         .map(|block| {
             BLOCK_HEADER_BYTES
                 + block.name.len() as u64
-                + chunk_count(block.length, CHUNK_BYTES) * ENTRY_BYTES
+                + chunk_count(block.length, CHUNK_BYTES) * (ENTRY_BYTES + SEAL_BYTES)
         })
         .sum::<u64>()
 }
@@ -152,20 +226,37 @@ pub(super) fn chunk_length(block_length: u64, chunk_bytes: u32, index: u64) -> u
     u32::try_from(rest).map_or(chunk_bytes, |rest| rest.min(chunk_bytes))
 }
 
-fn decode_entry(rest: &mut Cursor<'_>, expected_length: u32) -> Result<Chunk, EntryError> {
+fn decode_entry(rest: &mut Cursor<'_>, slot: u32, form: TableForm) -> Result<Chunk, EntryError> {
     let short = |_| EntryError::Short;
     let kind = rest.u32().map_err(short)?;
     let length = rest.u32().map_err(short)?;
     let crc32 = rest.u32().map_err(short)?;
-    let content = match (kind, crc32) {
-        (0, 0) => ChunkContent::Zero,
-        (1, crc32) => ChunkContent::Data { crc32 },
+    let seal = if form.encrypted {
+        Some(Seal {
+            nonce: rest.u64().map_err(short)?,
+            tag: rest.take().map_err(short)?,
+        })
+    } else {
+        None
+    };
+    let stored = |form| {
+        ChunkContent::Stored(Stored {
+            form,
+            length,
+            crc32,
+            seal,
+        })
+    };
+    let content = match (kind, length) {
+        (0, length) if length == slot && crc32 == 0 => ChunkContent::Zero,
+        (1, length) if length == slot => stored(Form::Raw),
+        (2, 1..) if length < slot && form.zstd => stored(Form::Zstd),
         _ => return Err(EntryError::Invalid),
     };
-    if length != expected_length {
-        return Err(EntryError::Invalid);
-    }
-    Ok(Chunk { content, length })
+    Ok(Chunk {
+        length: slot,
+        content,
+    })
 }
 
 enum EntryError {
@@ -236,7 +327,13 @@ mod tests {
     use super::*;
     use crate::image::layout::BlockSize;
 
-    fn table_of(blocks: &[(u64, Vec<Option<u32>>)]) -> ChunkTable {
+    const FORM: TableForm = TableForm {
+        chunk_bytes: CHUNK_BYTES,
+        encrypted: false,
+        zstd: true,
+    };
+
+    fn table_of(blocks: &[(u64, Vec<Option<u32>>)], encrypted: bool) -> ChunkTable {
         let sizes: Vec<_> = blocks
             .iter()
             .enumerate()
@@ -256,40 +353,70 @@ mod tests {
                         length: chunk_length(block.length.0, CHUNK_BYTES, index),
                         content: match contents[index as usize % contents.len()] {
                             None => ChunkContent::Zero,
-                            Some(crc32) => ChunkContent::Data { crc32 },
+                            Some(crc32) => {
+                                let length = chunk_length(block.length.0, CHUNK_BYTES, index);
+                                let compressed = crc32 % 2 == 1;
+                                ChunkContent::Stored(Stored {
+                                    form: if compressed { Form::Zstd } else { Form::Raw },
+                                    length: if compressed {
+                                        crc32 % (length - 1) + 1
+                                    } else {
+                                        length
+                                    },
+                                    crc32,
+                                    seal: encrypted.then_some(Seal {
+                                        nonce: index,
+                                        tag: [crc32 as u8; TAG_BYTES],
+                                    }),
+                                })
+                            }
                         },
                     })
                     .collect()
             })
             .collect();
-        ChunkTable { layout, chunks }
+        ChunkTable {
+            layout,
+            chunks,
+            encrypted,
+        }
+    }
+
+    fn form_of(table: &ChunkTable) -> TableForm {
+        TableForm {
+            encrypted: table.encrypted,
+            ..FORM
+        }
     }
 
     fn any_table() -> impl Strategy<Value = ChunkTable> {
         let block = (1_u64..2000, prop::collection::vec(any::<Option<u32>>(), 1..8));
-        prop::collection::vec(block, 1..6).prop_map(|blocks| table_of(&blocks))
+        (prop::collection::vec(block, 1..6), any::<bool>())
+            .prop_map(|(blocks, encrypted)| table_of(&blocks, encrypted))
     }
 
     proptest! {
         #[test]
-        fn every_table_comes_back_as_it_went_and_has_the_length_that_was_told(table in any_table()) {
+        fn every_table_comes_back_as_it_went_and_is_no_longer_than_was_told(table in any_table()) {
             let encoded = table.encode();
-            prop_assert_eq!(encoded.len() as u64, encoded_length(&table.layout));
-            prop_assert_eq!(ChunkTable::decode(&encoded, CHUNK_BYTES).unwrap(), table);
+            let bound = encoded_length_bound(&table.layout);
+            prop_assert!(encoded.len() as u64 <= bound);
+            prop_assert!(!table.encrypted || encoded.len() as u64 == bound);
+            prop_assert_eq!(ChunkTable::decode(&encoded, form_of(&table)).unwrap(), table);
         }
 
         #[test]
         fn a_table_cut_short_or_made_longer_is_refused(table in any_table(), cut in any::<prop::sample::Index>()) {
             let mut encoded = table.encode();
             let cut = cut.index(encoded.len());
-            prop_assert!(ChunkTable::decode(&encoded[..cut], CHUNK_BYTES).is_err());
+            prop_assert!(ChunkTable::decode(&encoded[..cut], form_of(&table)).is_err());
             encoded.push(0);
-            prop_assert_eq!(ChunkTable::decode(&encoded, CHUNK_BYTES), Err(TableError::Long { extra_bytes: 1 }));
+            prop_assert_eq!(ChunkTable::decode(&encoded, form_of(&table)), Err(TableError::Long { extra_bytes: 1 }));
         }
 
         #[test]
-        fn arbitrary_bytes_never_panic(bytes in prop::collection::vec(any::<u8>(), 0..512), chunk_bytes: u32) {
-            let _ = ChunkTable::decode(&bytes, chunk_bytes);
+        fn arbitrary_bytes_never_panic(bytes in prop::collection::vec(any::<u8>(), 0..512), chunk_bytes: u32, encrypted: bool) {
+            let _ = ChunkTable::decode(&bytes, TableForm { chunk_bytes, encrypted, zstd: true });
         }
 
         #[test]
@@ -299,7 +426,7 @@ mod tests {
             let mut encoded = table.encode();
             let position = position.index(encoded.len());
             encoded[position] = byte;
-            let _ = ChunkTable::decode(&encoded, CHUNK_BYTES);
+            let _ = ChunkTable::decode(&encoded, form_of(&table));
         }
     }
 
@@ -308,7 +435,36 @@ mod tests {
         let mut table = vec![1, 0, 0, 0, 1, b'a'];
         table.extend((2_u64 << 20).to_le_bytes());
         table.extend((!4095_u64).to_le_bytes());
-        assert_eq!(ChunkTable::decode(&table, 1), Err(TableError::Short));
+        assert_eq!(
+            ChunkTable::decode(
+                &table,
+                TableForm {
+                    chunk_bytes: 1,
+                    ..FORM
+                }
+            ),
+            Err(TableError::Short)
+        );
+    }
+
+    #[test]
+    fn a_compressed_chunk_is_not_one_of_format_1_nor_as_long_as_its_place() {
+        let mut table = vec![1, 0, 0, 0, 1, b'a'];
+        table.extend((2_u64 << 20).to_le_bytes());
+        table.extend(8192_u64.to_le_bytes());
+        for word in [2_u32, 8191, 7] {
+            table.extend(word.to_le_bytes());
+        }
+        assert!(ChunkTable::decode(&table, FORM).is_ok());
+        let format_1 = TableForm { zstd: false, ..FORM };
+        let entry = TableError::Entry {
+            block: "a".into(),
+            index: 0,
+        };
+        assert_eq!(ChunkTable::decode(&table, format_1), Err(entry.clone()));
+        let at = table.len() - 8;
+        table[at..at + 4].copy_from_slice(&8192_u32.to_le_bytes());
+        assert_eq!(ChunkTable::decode(&table, FORM), Err(entry));
     }
 
     #[test]

@@ -18,14 +18,15 @@ impl Image {
         for_each_chunk(
             run,
             count,
-            || self.chunk_buffer(),
-            |buffer, chunk| {
+            || self.unpacker(),
+            |unpacker, chunk| {
                 let length = self.chunk(block, chunk).1.length;
-                let (bytes, start) = self.read_chunk(block, chunk, buffer)?;
+                let (bytes, start) = self.read_chunk(block, chunk, unpacker)?;
                 let taken = take(start, length.into(), bytes)?;
                 run.progress.advance(length.into());
                 Ok(taken)
             },
+            |_| Ok(()),
         )
     }
 }

@@ -9,6 +9,7 @@ use super::chunks::TableError;
 use super::layout::LayoutError;
 use super::state::ImageState;
 use crate::ByteCount;
+use crate::incoming::IncomingError;
 use crate::memory::MemoryError;
 use crate::migration::StreamError;
 
@@ -49,6 +50,18 @@ pub enum ImageError {
         #[source]
         source: Corruption,
     },
+    /// The image is encrypted, and no key was given.
+    #[error("{path} is encrypted: its key is needed", path = path.display())]
+    KeyNeeded {
+        /// The image.
+        path: PathBuf,
+    },
+    /// The key is not the one that the image was encrypted with.
+    #[error("the key is not the one that {path} was encrypted with", path = path.display())]
+    WrongKey {
+        /// The image.
+        path: PathBuf,
+    },
     /// The image is in a state in which this may not be done to it.
     #[error("{path} is {found} and cannot become {wanted}", path = path.display())]
     WrongState {
@@ -65,6 +78,38 @@ pub enum ImageError {
         /// The file.
         path: PathBuf,
     },
+    /// The system uses the block device.
+    #[error("{path} is in use: mounted, swap, or a part of another device", path = path.display())]
+    DeviceInUse {
+        /// The device.
+        path: PathBuf,
+    },
+    /// The block device takes no writes.
+    #[error("{path} is read-only", path = path.display())]
+    ReadOnly {
+        /// The device.
+        path: PathBuf,
+    },
+    /// The block device is written in larger units than an image's parts are aligned to.
+    #[error("{path} has sectors of {found} bytes, at most {limit} are supported", path = path.display())]
+    SectorSize {
+        /// The device.
+        path: PathBuf,
+        /// Bytes of its logical sectors.
+        found: u32,
+        /// The limit.
+        limit: u32,
+    },
+    /// The seal of an image on a block device failed, and so did wiping it: what is found there the next
+    /// time may be a sealed image of a guest that runs on.
+    #[error("could not seal the image on {path}, nor wipe it: it may be found whole there and must not be woken", path = path.display())]
+    MayBeSealed {
+        /// The device.
+        path: PathBuf,
+        /// Why it could not be sealed.
+        #[source]
+        source: io::Error,
+    },
     /// The image was opened for reading only, but a state change needs
     /// [`Image::open_locked`](super::Image::open_locked).
     #[error("{path} was opened without its lock and cannot be changed", path = path.display())]
@@ -79,7 +124,7 @@ pub enum ImageError {
         needed: ByteCount,
         /// Bytes that were free.
         available: ByteCount,
-        /// Folder in which the image was to be.
+        /// Folder in which the image was to be, or the block device.
         path: PathBuf,
     },
     /// There is something at the target already, and it may not be replaced.
@@ -136,6 +181,9 @@ pub enum ImageError {
     /// The device state is not a migration stream that can be loaded.
     #[error("device state")]
     Stream(#[from] StreamError),
+    /// The guest's memory could not be received.
+    #[error("could not receive the guest's memory")]
+    Incoming(#[from] IncomingError),
 }
 
 /// What is missing from a torn image.
@@ -174,6 +222,25 @@ pub enum Corruption {
         /// CRC-32 now.
         found: u32,
     },
+    /// A chunk of RAM that is what was written, but does not decompress.
+    #[error("RAM block {block:?} at {offset:#x}: does not decompress")]
+    ChunkFrame {
+        /// Name of the RAM block.
+        block: String,
+        /// Offset of the chunk in the block, in bytes.
+        offset: u64,
+    },
+    /// A chunk of RAM was altered by someone without the key, or put where it does not belong.
+    #[error("RAM block {block:?} at {offset:#x}: not authentic")]
+    ChunkNotAuthentic {
+        /// Name of the RAM block.
+        block: String,
+        /// Offset of the chunk in the block, in bytes.
+        offset: u64,
+    },
+    /// Device state, chunk table or manifest were altered by someone without the key.
+    #[error("device state, chunk table or manifest: not authentic")]
+    DeviceStateNotAuthentic,
     /// A chunk that was all zeros no longer is.
     #[error("RAM block {block:?} at {offset:#x}: zeros were saved, something else is there")]
     NotZero {

@@ -3,6 +3,7 @@
 use std::collections::HashSet;
 
 use super::chunks;
+use super::cipher::TAG_BYTES;
 use super::manifest::MANIFEST_LIMIT;
 use crate::ByteCount;
 use crate::memory::PAGE_BYTES;
@@ -130,10 +131,11 @@ impl Layout {
     /// The longest that the image can become, if its device state is not longer than
     /// `device_state_bound`: what must be free before a guest is stopped for it.
     pub fn hard_bound(&self, device_state_bound: ByteCount) -> ByteCount {
-        let table = chunks::encoded_length(self).next_multiple_of(AREA_ALIGNMENT);
+        let table = chunks::encoded_length_bound(self).next_multiple_of(AREA_ALIGNMENT);
         let areas = device_state_bound
             .0
-            .checked_next_multiple_of(AREA_ALIGNMENT)
+            .checked_add(TAG_BYTES as u64)
+            .and_then(|state| state.checked_next_multiple_of(AREA_ALIGNMENT))
             .and_then(|state| state.checked_add(table + MANIFEST_LIMIT.0));
         ByteCount(self.ram_end().saturating_add(areas.unwrap_or(u64::MAX)))
     }

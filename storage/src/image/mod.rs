@@ -1,14 +1,14 @@
-//! The image: one file that holds a guest.
+//! The image: one file, or one block device, that holds a guest.
 //!
 //! ```text
 //! 0            superblock, first copy      4 KiB: what this is, its state, where all lies, CRC-32
 //! 4 KiB        superblock, second copy     see `superblock` for what the two are to each other
-//! 2 MiB        RAM block 0, raw            every block from a multiple of 2 MiB on, to be mapped;
-//!              RAM block 1, raw            zeros and holes of the guest are holes of the file
-//!              ...
-//! 4 KiB steps  chunk table                 per MiB of RAM: zero or data, CRC-32
+//! 2 MiB        RAM block 0                 every block from a multiple of 2 MiB on, to be mapped; every MiB
+//!              RAM block 1                 of it (a chunk) at its own place: raw, or one zstd frame and then
+//!              ...                         nothing; zeros and holes of the guest are not written
+//! 4 KiB steps  chunk table                 per chunk: zero, raw or zstd; length; CRC-32; what opens it if it is encrypted
 //!              device state                QEMU's migration stream, normalized: without RAM
-//!              manifest                    JSON: what is known about the guest
+//!              manifest                    JSON: what is known about the guest; never encrypted
 //! ```
 //!
 //! What is guaranteed:
@@ -21,25 +21,30 @@
 //!   durable before it is acknowledged, and no damage to one place brings an older state back.
 //! * **One owner.** Writing, waking and replacing hold an exclusive `flock`; looking needs none.
 
-mod chunks;
+mod chunk_writer;
+pub(crate) mod chunks;
+mod cipher;
+mod codec;
+mod compression;
 mod contents;
-mod error;
+pub(crate) mod error;
+mod key;
 mod layout;
 pub mod manifest;
 mod pages;
-mod partial;
-mod reader;
+pub(crate) mod reader;
+mod received;
 mod sealed;
 mod state;
-mod superblock;
+pub(crate) mod superblock;
 mod verify;
 mod workers;
 mod writer;
 
-pub(crate) use chunks::CHUNK_BYTES;
 pub use chunks::TableError;
-pub(crate) use error::is_out_of_space;
+pub use compression::{Compression, CompressionError};
 pub use error::{Corruption, ImageError, Mismatch, TornBecause};
+pub use key::{ImageKey, KEY_BYTES, KeyError};
 pub use layout::{BlockPlacement, BlockSize, Layout, LayoutError};
 pub use manifest::Manifest;
 pub use pages::Pages;

@@ -2,9 +2,10 @@
 
 use std::collections::VecDeque;
 
+use super::codec::Unpacker;
 use super::{Image, ImageError, Mismatch};
 use crate::migration::{PAGE_BYTES, Page, PageContent};
-use crate::sys::{self, AlignedBuf};
+use crate::sys;
 
 /// Pages of an image, read and checked chunk by chunk. Comes from [`Image::pages`].
 #[derive(Debug)]
@@ -12,7 +13,7 @@ pub struct Pages<'a> {
     image: &'a Image,
     /// Chunks to come: block in the image, block in the stream, chunk.
     chunks: VecDeque<(usize, usize, usize)>,
-    buffer: AlignedBuf,
+    unpacker: Unpacker,
     ready: VecDeque<Page<'static>>,
 }
 
@@ -43,14 +44,14 @@ impl<'a> Pages<'a> {
         Ok(Self {
             image,
             chunks,
-            buffer: image.chunk_buffer(),
+            unpacker: image.unpacker(),
             ready: VecDeque::new(),
         })
     }
 
     fn read(&mut self, (block, in_stream, chunk): (usize, usize, usize)) -> Result<(), ImageError> {
         let length = self.image.chunk(block, chunk).1.length;
-        let (bytes, start) = self.image.read_chunk(block, chunk, &mut self.buffer)?;
+        let (bytes, start) = self.image.read_chunk(block, chunk, &mut self.unpacker)?;
         let page = |offset, content| Page {
             block: in_stream,
             offset: start + offset,

@@ -4,37 +4,43 @@
 //! the file's length, the checksums of chunk table and manifest. RAM is checked chunk by chunk when
 //! it is read; nothing that failed its checksum is ever handed on.
 
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use uuid::Uuid;
 
-use super::chunks::{Chunk, ChunkContent, ChunkTable};
+use super::chunks::{Chunk, ChunkContent, ChunkTable, Form, Stored, TableForm};
+use super::cipher::Cipher;
+use super::codec::{DecodeError, Unpacker};
 use super::error::{Corruption, ImageError, Mismatch, TornBecause};
+use super::key::ImageKey;
 use super::layout::{BlockPlacement, Layout};
 use super::manifest::Manifest;
 use super::pages::Pages;
-use super::partial::{leads_to, lock};
-use super::sealed::allocated;
 use super::state::ImageState;
-use super::superblock::{Area, COPY_BYTES, COPY_OFFSETS, FORMAT_VERSION, Superblock, Superblocks};
+use super::superblock::{Area, COPY_BYTES, COPY_OFFSETS, FORMAT_1, FORMAT_VERSION, Superblock, Superblocks};
 use super::workers::for_each_chunk;
-use crate::memory::MemoryError;
-use crate::sys::{AlignedBuf, DirectFile};
+use crate::memory::{MemoryError, PAGE_BYTES};
+use crate::sys::DirectFile;
+use crate::volume::{allocated, leads_to, length_of, open_held, remove};
 use crate::{ByteCount, MemoryFile, Recording, Run};
 
 /// What an image holds and takes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Usage {
-    /// RAM that is written in it.
+    /// RAM that held something.
     pub data: ByteCount,
+    /// What was written for it: less, if it was compressed.
+    pub stored: ByteCount,
+    /// How much of the RAM is in chunks that are compressed.
+    pub compressed: ByteCount,
     /// RAM that was zero and is not.
     pub zero: ByteCount,
     /// Length of the device state.
     pub device_state: ByteCount,
-    /// Space that the file takes on the disk.
+    /// Space that it takes on the disk.
     pub allocated: ByteCount,
 }
 
@@ -50,6 +56,8 @@ pub struct Image {
     copy: usize,
     table: ChunkTable,
     manifest: Manifest,
+    /// Of an encrypted image whose key was given.
+    cipher: Option<Cipher>,
 }
 
 impl Image {
@@ -72,12 +80,7 @@ impl Image {
     ///
     /// [`ImageError::Locked`] if somebody else has it, and those of [`Image::open`].
     pub fn open_locked(path: &Path) -> Result<Self, ImageError> {
-        let file = OpenOptions::new()
-            .read(true)
-            .write(true)
-            .open(path)
-            .map_err(|source| ImageError::io("open", path, source))?;
-        lock(&file, path)?;
+        let file = open_held(path)?;
         // Between the open and the lock another image may have taken the name.
         if !leads_to(path, &file) {
             return Err(ImageError::Locked {
@@ -85,6 +88,42 @@ impl Image {
             });
         }
         Self::read(file, path, true)
+    }
+
+    /// Takes the key of an encrypted image, without which its RAM and device state cannot be read. An image that
+    /// is not encrypted takes any.
+    ///
+    /// # Errors
+    ///
+    /// [`ImageError::WrongKey`] if it is another image's.
+    pub fn unlock(&mut self, key: &ImageKey) -> Result<(), ImageError> {
+        if let Some(encryption) = &self.superblock.encryption {
+            let cipher = Cipher::of(key, encryption).ok_or_else(|| ImageError::WrongKey {
+                path: self.path.clone(),
+            })?;
+            self.cipher = Some(cipher);
+        }
+        Ok(())
+    }
+
+    /// Whether a key is needed to read RAM and device state.
+    pub fn is_encrypted(&self) -> bool {
+        self.superblock.encryption.is_some()
+    }
+
+    pub(super) fn is_unlocked(&self) -> bool {
+        self.cipher.is_some()
+    }
+
+    /// Whether RAM can be mapped from where it lies: nothing is compressed or encrypted, and what was zero
+    /// reads as zeros.
+    pub fn is_mappable(&self) -> bool {
+        self.superblock.zeros_read_as_zeros && self.table.is_raw()
+    }
+
+    /// Version of the format that it is in.
+    pub fn format(&self) -> u32 {
+        self.superblock.format
     }
 
     /// Id of the image.
@@ -119,16 +158,26 @@ impl Image {
     /// [`ImageError::Io`] if the system refuses.
     pub fn usage(&self) -> Result<Usage, ImageError> {
         let (mut data, mut zero) = (ByteCount::ZERO, ByteCount::ZERO);
+        let (mut written, mut compressed) = (ByteCount::ZERO, ByteCount::ZERO);
         for chunk in self.table.chunks.iter().flatten() {
+            let length = ByteCount(chunk.length.into());
             match chunk.content {
-                ChunkContent::Zero => zero += ByteCount(chunk.length.into()),
-                ChunkContent::Data { .. } => data += ByteCount(chunk.length.into()),
+                ChunkContent::Zero => zero += length,
+                ChunkContent::Stored(stored) => {
+                    data += length;
+                    written += ByteCount(stored.length.into());
+                    if stored.form == Form::Zstd {
+                        compressed += length;
+                    }
+                }
             }
         }
-        let allocated =
-            allocated(&self.file).map_err(|source| ImageError::io("look at", &self.path, source))?;
+        let allocated = allocated(&self.file, self.superblock.end())
+            .map_err(|source| ImageError::io("look at", &self.path, source))?;
         Ok(Usage {
             data,
+            stored: written,
+            compressed,
             zero,
             device_state: ByteCount(self.superblock.device_state.length),
             allocated,
@@ -139,15 +188,18 @@ impl Image {
     ///
     /// # Errors
     ///
-    /// [`ImageError::Corrupt`] if it is not what was written, [`ImageError::Io`] if the system
-    /// refuses.
+    /// [`ImageError::Corrupt`] if it is not what was written, [`ImageError::KeyNeeded`] if it is encrypted
+    /// and the image was not [unlocked](Self::unlock), [`ImageError::Io`] if the system refuses.
     pub fn device_state(&self) -> Result<Recording, ImageError> {
-        let stream = read_area(
-            &self.file,
-            &self.path,
-            "device state",
-            self.superblock.device_state,
-        )?;
+        let mut stream = self.read_area("device state", self.superblock.device_state)?;
+        if self.is_encrypted() {
+            let cipher = self.cipher.as_ref().ok_or_else(|| self.key_needed())?;
+            let mut open = self.read_area("chunk table", self.superblock.table)?;
+            open.extend(self.read_area("manifest", self.superblock.manifest)?);
+            stream = cipher
+                .open_device_state(stream, &open)
+                .map_err(|_| ImageError::corrupt(&self.path, Corruption::DeviceStateNotAuthentic))?;
+        }
         Recording::parse(&stream)
             .map_err(|source| ImageError::corrupt(&self.path, Corruption::DeviceState(source)))
     }
@@ -195,9 +247,9 @@ impl Image {
         for_each_chunk(
             run,
             count,
-            || self.chunk_buffer(),
-            |buffer, chunk| {
-                let (content, start) = self.read_chunk(index, chunk, buffer)?;
+            || self.unpacker(),
+            |unpacker, chunk| {
+                let (content, start) = self.read_chunk(index, chunk, unpacker)?;
                 if let Some(bytes) = content {
                     // Copied while it is in cache: cheaper than faulting a mapping in and reading
                     // into it, and a bad chunk never gets there.
@@ -214,6 +266,7 @@ impl Image {
                     .advance(self.table.chunks[index][chunk].length.into());
                 Ok(())
             },
+            |_| Ok(()),
         )?;
         Ok(())
     }
@@ -256,6 +309,23 @@ impl Image {
         Ok(())
     }
 
+    /// Removes the image for good, not to be found again even after a crash: a file loses its name, a
+    /// block device stays and its superblocks are wiped.
+    ///
+    /// # Errors
+    ///
+    /// [`ImageError::NotLocked`] if it was opened without its lock, [`ImageError::Io`] if the system
+    /// refuses; it is there still, then.
+    pub fn remove(&self) -> Result<(), ImageError> {
+        if !self.locked {
+            return Err(ImageError::NotLocked {
+                path: self.path.clone(),
+            });
+        }
+        // The copy that a change of state did not reach, if there is one: it may say `sealed` yet.
+        remove(&self.file, &self.path, 1 - self.copy)
+    }
+
     fn write_copy(&self, superblock: &Superblock, copy: usize) -> io::Result<()> {
         self.file.write_all_at(&superblock.encode(), COPY_OFFSETS[copy])?;
         self.file.sync_data()
@@ -263,12 +333,11 @@ impl Image {
 
     fn read(file: File, path: &Path, locked: bool) -> Result<Self, ImageError> {
         let failed = |source: io::Error| ImageError::io("read", path, source);
-        let metadata = file.metadata().map_err(failed)?;
-        if !metadata.is_file() {
+        let Some(found) = length_of(&file).map_err(failed)? else {
             return Err(ImageError::NotAnImage {
                 path: path.to_owned(),
             });
-        }
+        };
         let torn = |because| ImageError::Torn {
             path: path.to_owned(),
             because,
@@ -301,12 +370,17 @@ impl Image {
         superblock
             .check()
             .map_err(|reason| ImageError::corrupt(path, Corruption::Superblock(reason)))?;
-        let (needed, found) = (ByteCount(superblock.end()), ByteCount(metadata.len()));
+        let needed = ByteCount(superblock.end());
         if found < needed {
             return Err(torn(TornBecause::Short { needed, found }));
         }
         let table = read_area(&file, path, "chunk table", superblock.table)?;
-        let table = ChunkTable::decode(&table, superblock.chunk_bytes)
+        let form = TableForm {
+            chunk_bytes: superblock.chunk_bytes,
+            encrypted: superblock.encryption.is_some(),
+            zstd: superblock.format > FORMAT_1,
+        };
+        let table = ChunkTable::decode(&table, form)
             .map_err(|source| ImageError::corrupt(path, Corruption::Table(source)))?;
         if table.layout.ram_end() > superblock.table.offset {
             return Err(ImageError::corrupt(
@@ -327,11 +401,12 @@ impl Image {
             copy,
             table,
             manifest,
+            cipher: None,
         })
     }
 
-    pub(super) fn chunk_buffer(&self) -> AlignedBuf {
-        AlignedBuf::zeroed(self.superblock.chunk_bytes as usize)
+    pub(super) fn unpacker(&self) -> Unpacker {
+        Unpacker::new(self.superblock.chunk_bytes)
     }
 
     pub(super) fn file(&self) -> &File {
@@ -351,31 +426,66 @@ impl Image {
         self.table.chunks.iter().map(Vec::len)
     }
 
-    /// Reads and checks a chunk; tells its bytes, or `None` for zeros, and its offset in the block.
-    pub(super) fn read_chunk<'b>(
+    /// Reads a chunk, checks it, and makes RAM of it; tells its bytes, or `None` for zeros, and its offset in the
+    /// block.
+    pub(super) fn read_chunk<'u>(
         &self,
         block: usize,
         chunk: usize,
-        buffer: &'b mut AlignedBuf,
-    ) -> Result<(Option<&'b [u8]>, u64), ImageError> {
+        unpacker: &'u mut Unpacker,
+    ) -> Result<(Option<&'u [u8]>, u64), ImageError> {
         let (placement, Chunk { content, length }, start) = self.chunk(block, chunk);
-        let ChunkContent::Data { crc32: expected } = content else {
+        let ChunkContent::Stored(stored) = content else {
             return Ok((None, start));
         };
-        let bytes = &mut buffer[..length as usize];
-        self.read_raw(bytes, placement.offset + start)?;
-        let found = crc32fast::hash(bytes);
-        if found != expected {
+        self.read_stored(block, chunk, &stored, unpacker)?;
+        let bytes = unpacker.unpack(self.cipher.as_ref(), (block, chunk as u64), &stored, length);
+        let bytes = bytes.map_err(|error| {
             let block = placement.name.clone();
+            let source = match error {
+                DecodeError::NoKey => return self.key_needed(),
+                DecodeError::NotAuthentic => Corruption::ChunkNotAuthentic { block, offset: start },
+                DecodeError::Frame => Corruption::ChunkFrame { block, offset: start },
+            };
+            ImageError::corrupt(&self.path, source)
+        })?;
+        Ok((Some(bytes), start))
+    }
+
+    /// Reads what is stored for a chunk into the unpacker, and checks it.
+    pub(super) fn read_stored(
+        &self,
+        block: usize,
+        chunk: usize,
+        stored: &Stored,
+        unpacker: &mut Unpacker,
+    ) -> Result<(), ImageError> {
+        let (placement, _, start) = self.chunk(block, chunk);
+        let length = stored.length as usize;
+        // Whole units, so that it can be read past the cache; a chunk's place is made of them.
+        let whole = length.next_multiple_of(PAGE_BYTES as usize);
+        self.read_raw(&mut unpacker.stored[..whole], placement.offset + start)?;
+        let found = crc32fast::hash(&unpacker.stored[..length]);
+        if found != stored.crc32 {
             let source = Corruption::Chunk {
-                block,
+                block: placement.name.clone(),
                 offset: start,
-                expected,
+                expected: stored.crc32,
                 found,
             };
             return Err(ImageError::corrupt(&self.path, source));
         }
-        Ok((Some(bytes), start))
+        Ok(())
+    }
+
+    pub(super) fn key_needed(&self) -> ImageError {
+        ImageError::KeyNeeded {
+            path: self.path.clone(),
+        }
+    }
+
+    fn read_area(&self, name: &'static str, area: Area) -> Result<Vec<u8>, ImageError> {
+        read_area(&self.file, &self.path, name, area)
     }
 
     /// Reads without checking.
@@ -387,7 +497,7 @@ impl Image {
 }
 
 /// Reads both copies of the superblock, as far as the file is long enough for them.
-pub(super) fn read_superblocks(file: &File, path: &Path) -> Result<Superblocks, ImageError> {
+pub(crate) fn read_superblocks(file: &File, path: &Path) -> Result<Superblocks, ImageError> {
     let mut copies = [0; 2 * COPY_BYTES];
     let mut length = 0;
     while length < copies.len() {

@@ -1,121 +1,148 @@
 //! The last steps of writing, and what is left to do when the image is whole.
 
-use std::fs::File;
 use std::io;
 use std::ops::Range;
-use std::os::unix::fs::{FileExt, MetadataExt};
-use std::path::{Path, PathBuf};
+use std::os::unix::fs::FileExt;
+use std::path::Path;
 
-use rustix::fs::FallocateFlags;
-use rustix::io::Errno;
 use uuid::Uuid;
 
 use super::ImageError;
 use super::chunks::{CHUNK_BYTES, ChunkContent, ChunkTable};
+use super::cipher::Cipher;
 use super::layout::AREA_ALIGNMENT;
 use super::state::ImageState;
 use super::superblock::{COPY_BYTES, COPY_OFFSETS, Superblock, area_of, beginning};
-use crate::ByteCount;
+use crate::volume::{Published, Volume, VolumeKind, allocated};
+use crate::{ByteCount, Run};
 
 /// Smaller gaps are not worth a call each.
-const SMALLEST_HOLE: u64 = 64 << 10;
+const SMALLEST_HOLE: u64 = 32 << 10;
 
-/// Writes all that lies behind the RAM and the sealed superblock, and syncs.
+/// Writes all that lies behind the RAM, syncs, and writes the sealed superblock.
 ///
 /// One data sync covers RAM and areas: it only matters that both are on the disk before the
-/// superblock says so. Both copies are written at once here, for until the rename nobody relies on
-/// either.
+/// superblock says so.
 pub(super) fn write_tables(
-    file: &File,
+    volume: &Volume,
     id: Uuid,
     table: &ChunkTable,
-    device_state: &[u8],
+    mut device_state: Vec<u8>,
     manifest: &[u8],
+    cipher: Option<&Cipher>,
 ) -> io::Result<Superblock> {
+    let encoded_table = table.encode();
+    if let Some(cipher) = cipher {
+        let open = [&encoded_table[..], manifest].concat();
+        device_state = cipher
+            .seal_device_state(device_state, &open)
+            .ok_or_else(|| io::Error::other("the cipher does not work"))?;
+    }
     let mut offset = table.layout.ram_end();
     let mut put = |bytes: &[u8]| {
         let area = area_of(offset, bytes);
         offset = (offset + area.length).next_multiple_of(AREA_ALIGNMENT);
-        file.write_all_at(bytes, area.offset).map(|()| area)
+        volume.write_area(bytes, area.offset).map(|()| area)
     };
     let begun = beginning(id, CHUNK_BYTES);
     let sealed = Superblock {
         state: ImageState::Sealed,
         generation: begun.generation + 1,
-        table: put(&table.encode())?,
-        device_state: put(device_state)?,
+        table: put(&encoded_table)?,
+        device_state: put(&device_state)?,
         manifest: put(manifest)?,
+        // What was never written to a new file is a hole. A device has its old data there.
+        zeros_read_as_zeros: volume.kind() == VolumeKind::File,
+        encryption: cipher.map(Cipher::encryption),
         ..begun
     };
-    file.sync_data()?;
-    for copy in COPY_OFFSETS.iter().rev() {
-        file.write_all_at(&sealed.encode(), *copy)?;
-    }
-    file.sync_all()?;
+    volume.sync_data()?;
+    volume.seal(&sealed.encode())?;
     Ok(sealed)
 }
 
 /// An image that is whole and has its name. It stays locked until this is dropped.
 #[derive(Debug)]
 pub struct SealedImage {
-    file: File,
-    path: PathBuf,
-    /// What holds nothing, in order.
-    unused: Vec<Range<u64>>,
-    end: u64,
+    published: Published,
+    superblock: Superblock,
+    /// Chunks of RAM that are zero, in order.
+    zeros: Vec<Range<u64>>,
+    /// What else holds nothing, in order.
+    gaps: Vec<Range<u64>>,
 }
 
 impl SealedImage {
-    pub(super) fn of(file: File, path: PathBuf, table: &ChunkTable, sealed: &Superblock) -> Self {
+    pub(super) fn of(published: Published, table: &ChunkTable, superblock: Superblock) -> Self {
+        let (zeros, gaps) = unused(table);
         Self {
-            file,
-            path,
-            unused: unused(table),
-            end: sealed.end(),
+            published,
+            superblock,
+            zeros,
+            gaps,
         }
     }
 
-    /// Returns the space that was reserved and not used: zero chunks, gaps between blocks, and what
-    /// lies behind the end.
+    /// Gives back what was reserved and not used: zero chunks, gaps between blocks, and what lies
+    /// behind the end. Tells whether chunks that are zero read as zeros at their place now, so that RAM
+    /// can be mapped from the image.
     ///
-    /// The image is whole before, during and after; a file system that cannot punch holes keeps the
-    /// space.
+    /// The image is whole before, during and after. A file's zero chunks always read as zeros; they
+    /// become holes where the file system can punch them. A block device makes zeros itself or is
+    /// sent them, which takes as long as writing them does: progress counts the bytes of zero chunks,
+    /// of which [`SealedImage::zero`] tells the total, and a cancel is looked at.
     ///
     /// # Errors
     ///
-    /// [`ImageError::Io`] if the system refuses.
-    pub fn give_back(&self) -> Result<(), ImageError> {
-        let failed = |source: io::Error| ImageError::io("give back space of", &self.path, source);
-        self.file.set_len(self.end).map_err(failed)?;
-        let punch = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-        for hole in &self.unused {
-            match rustix::fs::fallocate(&self.file, punch, hole.start, hole.end - hole.start) {
-                Ok(()) => {}
-                Err(Errno::OPNOTSUPP | Errno::NOSYS) => break,
-                Err(error) => return Err(failed(error.into())),
+    /// [`ImageError::Cancelled`]; [`ImageError::Io`] if the system refuses.
+    pub fn give_back(&mut self, run: &Run<'_>) -> Result<bool, ImageError> {
+        let end = self.superblock.end();
+        let zeros_read_as_zeros = self.published.give_back(&self.zeros, &self.gaps, end, run)?;
+        if zeros_read_as_zeros && !self.superblock.zeros_read_as_zeros {
+            let changed = Superblock {
+                zeros_read_as_zeros,
+                generation: self.superblock.generation + 1,
+                ..self.superblock.clone()
+            };
+            // Both say the same of the guest, so that either may be the one that a crash tears.
+            for copy in COPY_OFFSETS {
+                self.published
+                    .file()
+                    .write_all_at(&changed.encode(), copy)
+                    .and_then(|()| self.published.file().sync_data())
+                    .map_err(|source| ImageError::io("mark", self.path(), source))?;
             }
+            self.superblock = changed;
         }
-        Ok(())
+        Ok(zeros_read_as_zeros)
+    }
+
+    /// RAM that was zero.
+    pub fn zero(&self) -> ByteCount {
+        self.zeros
+            .iter()
+            .map(|range| ByteCount(range.end - range.start))
+            .sum()
     }
 
     /// Removes the image for good: its guest runs on elsewhere, so that it must never be woken from
-    /// here, not even after a crash.
+    /// here, not even after a crash. A file is unlinked, a device's superblocks are wiped.
     ///
     /// # Errors
     ///
     /// [`ImageError::Io`] if the system refuses.
     pub fn remove(self) -> Result<(), ImageError> {
-        let failed = |source| ImageError::io("remove", &self.path, source);
-        std::fs::remove_file(&self.path).map_err(failed)?;
-        let folder = self.path.parent().filter(|folder| !folder.as_os_str().is_empty());
-        File::open(folder.unwrap_or(Path::new(".")))
-            .and_then(|folder| folder.sync_all())
-            .map_err(failed)
+        self.published.remove()
     }
 
     /// Where the image is.
     pub fn path(&self) -> &Path {
-        &self.path
+        self.published.path()
+    }
+
+    /// What the image is on.
+    pub fn kind(&self) -> VolumeKind {
+        self.published.kind()
     }
 
     /// Space that the image takes on the disk now.
@@ -124,36 +151,34 @@ impl SealedImage {
     ///
     /// [`ImageError::Io`] if the system refuses.
     pub fn allocated(&self) -> Result<ByteCount, ImageError> {
-        allocated(&self.file).map_err(|source| ImageError::io("look at", &self.path, source))
+        allocated(self.published.file(), self.superblock.end())
+            .map_err(|source| ImageError::io("look at", self.path(), source))
     }
 }
 
-/// Space that a file takes on the disk.
-pub(super) fn allocated(file: &File) -> io::Result<ByteCount> {
-    // The unit of st_blocks, whatever the file system's own.
-    const STAT_BLOCK: u64 = 512;
-    Ok(ByteCount(file.metadata()?.blocks() * STAT_BLOCK))
-}
-
-fn unused(table: &ChunkTable) -> Vec<Range<u64>> {
-    let mut unused: Vec<Range<u64>> = Vec::new();
-    let mut add = |range: Range<u64>| match unused.last_mut() {
-        Some(last) if last.end == range.start => last.end = range.end,
-        _ => unused.push(range),
-    };
+/// What holds nothing: chunks of zeros, and the gaps between blocks and behind compressed chunks that are worth
+/// a call.
+fn unused(table: &ChunkTable) -> (Vec<Range<u64>>, Vec<Range<u64>>) {
+    let (mut zeros, mut gaps) = (Vec::<Range<u64>>::new(), Vec::new());
     let mut previous_end = COPY_OFFSETS[1] + COPY_BYTES as u64;
     for (block, chunks) in table.layout.blocks().iter().zip(&table.chunks) {
-        add(previous_end..block.offset);
+        gaps.push(previous_end..block.offset);
         let mut at = block.offset;
         for chunk in chunks {
             let end = at + u64::from(chunk.length);
-            if chunk.content == ChunkContent::Zero {
-                add(at..end);
+            match chunk.content {
+                ChunkContent::Zero => match zeros.last_mut() {
+                    Some(last) if last.end == at => last.end = end,
+                    _ => zeros.push(at..end),
+                },
+                ChunkContent::Stored(stored) => {
+                    gaps.push((at + u64::from(stored.length)).next_multiple_of(AREA_ALIGNMENT)..end);
+                }
             }
             at = end;
         }
         previous_end = at;
     }
-    unused.retain(|hole| hole.end.saturating_sub(hole.start) >= SMALLEST_HOLE);
-    unused
+    gaps.retain(|gap| gap.end.saturating_sub(gap.start) >= SMALLEST_HOLE);
+    (zeros, gaps)
 }

@@ -10,9 +10,16 @@
 //!   48  chunk table   \
 //!   72  device state   } each u64 offset | u64 length | u32 CRC-32 | u32 zero
 //!   96  manifest      /
-//!  120  zero
+//!  120  u32 flags (bit 0: zero chunks read as zeros at their places)
+//!  124  u32 cipher (0 none, 1 AES-256-GCM)
+//!  128  salt of the cipher's key (32 bytes)
+//!  160  what the right key makes of it (16 bytes): tells a wrong key at once
+//!  176  zero
 //! 4092  u32 CRC-32 of bytes 0..4092
 //! ```
+//!
+//! Format 1 ends with the manifest's place: it has no cipher, and being a file, its zeros are zeros. An
+//! image of format 1 stays one when its state changes.
 //!
 //! Magic, version and CRC keep their places in every format to come, so that any version can tell
 //! "newer" from "damaged".
@@ -36,21 +43,30 @@
 use uuid::Uuid;
 
 use super::chunks::TABLE_LIMIT;
+use super::cipher::{CHECK_BYTES, SALT_BYTES};
 use super::layout::{AREA_ALIGNMENT, BLOCK_ALIGNMENT};
 use super::manifest::MANIFEST_LIMIT;
 use super::state::ImageState;
 use crate::migration::STREAM_LIMIT;
 
 /// The format that this version writes, and the newest that it reads.
-pub const FORMAT_VERSION: u32 = 1;
+pub const FORMAT_VERSION: u32 = 2;
+
+/// The first format, which is read still.
+pub(super) const FORMAT_1: u32 = 1;
+
+/// Chunks that were zero read as zeros at their places.
+const FLAG_ZEROS_READ_AS_ZEROS: u32 = 1;
 
 /// Length of one copy.
-pub(super) const COPY_BYTES: usize = 4096;
+pub(crate) const COPY_BYTES: usize = 4096;
 
 /// Where the two copies lie.
-pub(super) const COPY_OFFSETS: [u64; 2] = [0, COPY_BYTES as u64];
+pub(crate) const COPY_OFFSETS: [u64; 2] = [0, COPY_BYTES as u64];
 
 const MAGIC: [u8; 8] = *b"DORMOUSE";
+
+const CIPHER_AES_256_GCM: u32 = 1;
 const CRC_AT: usize = COPY_BYTES - 4;
 
 /// One of the areas behind the RAM.
@@ -69,22 +85,36 @@ impl Area {
 
 /// What the superblock says.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Superblock {
-    pub(super) state: ImageState,
+pub(crate) struct Superblock {
+    pub(super) format: u32,
+    pub(crate) state: ImageState,
     pub(super) id: Uuid,
     pub(super) generation: u64,
     pub(super) chunk_bytes: u32,
     pub(super) table: Area,
     pub(super) device_state: Area,
     pub(super) manifest: Area,
+    /// Whether chunks that were zero read as zeros at their places, so that RAM can be mapped.
+    pub(super) zeros_read_as_zeros: bool,
+    /// How its content is encrypted, if it is.
+    pub(super) encryption: Option<Encryption>,
+}
+
+/// What is kept in the open about a cipher's key.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Encryption {
+    /// Makes the keys of two images differ.
+    pub(super) salt: [u8; SALT_BYTES],
+    /// What the right key makes of the salt.
+    pub(super) check: [u8; CHECK_BYTES],
 }
 
 impl Superblock {
-    pub(super) fn encode(&self) -> [u8; COPY_BYTES] {
+    pub(crate) fn encode(&self) -> [u8; COPY_BYTES] {
         let mut copy = [0; COPY_BYTES];
         let mut put = |at: usize, bytes: &[u8]| copy[at..at + bytes.len()].copy_from_slice(bytes);
         put(0, &MAGIC);
-        put(8, &FORMAT_VERSION.to_le_bytes());
+        put(8, &self.format.to_le_bytes());
         put(12, &state_number(self.state).to_le_bytes());
         put(16, self.id.as_bytes());
         put(32, &self.generation.to_le_bytes());
@@ -93,6 +123,19 @@ impl Superblock {
             put(at, &area.offset.to_le_bytes());
             put(at + 8, &area.length.to_le_bytes());
             put(at + 16, &area.crc32.to_le_bytes());
+        }
+        if self.format > FORMAT_1 {
+            let flags = if self.zeros_read_as_zeros {
+                FLAG_ZEROS_READ_AS_ZEROS
+            } else {
+                0
+            };
+            put(120, &flags.to_le_bytes());
+            if let Some(encryption) = &self.encryption {
+                put(124, &CIPHER_AES_256_GCM.to_le_bytes());
+                put(128, &encryption.salt);
+                put(160, &encryption.check);
+            }
         }
         let crc32 = crc32fast::hash(&copy[..CRC_AT]);
         copy[CRC_AT..].copy_from_slice(&crc32.to_le_bytes());
@@ -139,7 +182,7 @@ impl Superblock {
 
 /// What the beginning of a file turned out to be.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Superblocks {
+pub(crate) enum Superblocks {
     /// At least one valid copy.
     Valid {
         /// The copy that counts.
@@ -208,42 +251,55 @@ impl Copy {
         if crc32fast::hash(&copy[..CRC_AT]) != u32_at(copy, CRC_AT) {
             return Self::Torn;
         }
-        let version = u32_at(copy, 8);
-        if version > FORMAT_VERSION {
-            return Self::Newer(version);
+        let format = u32_at(copy, 8);
+        if format > FORMAT_VERSION {
+            return Self::Newer(format);
         }
-        let Some(state) = state_of(u32_at(copy, 12)).filter(|_| version == FORMAT_VERSION) else {
+        let Some(state) = state_of(u32_at(copy, 12)).filter(|_| format >= FORMAT_1) else {
             return Self::Torn;
         };
-        let mut id = [0; 16];
-        id.copy_from_slice(&copy[16..32]);
+        let zeros_read_as_zeros = format == FORMAT_1 || u32_at(copy, 120) & FLAG_ZEROS_READ_AS_ZEROS != 0;
+        let encryption = match u32_at(copy, 124) {
+            0 => None,
+            CIPHER_AES_256_GCM => Some(Encryption {
+                salt: bytes_at(copy, 128),
+                check: bytes_at(copy, 160),
+            }),
+            // A cipher to come would come with a format to come.
+            _ => return Self::Torn,
+        };
         let area = |at| Area {
             offset: u64_at(copy, at),
             length: u64_at(copy, at + 8),
             crc32: u32_at(copy, at + 16),
         };
         Self::Valid(Superblock {
+            format,
             state,
-            id: Uuid::from_bytes(id),
+            id: Uuid::from_bytes(bytes_at(copy, 16)),
             generation: u64_at(copy, 32),
             chunk_bytes: u32_at(copy, 40),
             table: area(48),
             device_state: area(72),
             manifest: area(96),
+            zeros_read_as_zeros,
+            encryption,
         })
     }
 }
 
 fn u32_at(copy: &[u8; COPY_BYTES], at: usize) -> u32 {
-    let mut bytes = [0; 4];
-    bytes.copy_from_slice(&copy[at..at + 4]);
-    u32::from_le_bytes(bytes)
+    u32::from_le_bytes(bytes_at(copy, at))
 }
 
 fn u64_at(copy: &[u8; COPY_BYTES], at: usize) -> u64 {
-    let mut bytes = [0; 8];
-    bytes.copy_from_slice(&copy[at..at + 8]);
-    u64::from_le_bytes(bytes)
+    u64::from_le_bytes(bytes_at(copy, at))
+}
+
+fn bytes_at<const N: usize>(copy: &[u8; COPY_BYTES], at: usize) -> [u8; N] {
+    let mut bytes = [0; N];
+    bytes.copy_from_slice(&copy[at..at + N]);
+    bytes
 }
 
 fn state_number(state: ImageState) -> u32 {
@@ -266,8 +322,9 @@ fn state_of(number: u32) -> Option<ImageState> {
 }
 
 /// The superblock of an image whose writing begins.
-pub(super) fn beginning(id: Uuid, chunk_bytes: u32) -> Superblock {
+pub(crate) fn beginning(id: Uuid, chunk_bytes: u32) -> Superblock {
     Superblock {
+        format: FORMAT_VERSION,
         state: ImageState::Writing,
         id,
         generation: 1,
@@ -275,6 +332,8 @@ pub(super) fn beginning(id: Uuid, chunk_bytes: u32) -> Superblock {
         table: Area::default(),
         device_state: Area::default(),
         manifest: Area::default(),
+        zeros_read_as_zeros: false,
+        encryption: None,
     }
 }
 
@@ -337,6 +396,29 @@ mod tests {
         );
         assert_eq!(written.check(), Ok(()));
         assert_eq!(written.end(), (4 << 20) + 8192 + 300);
+    }
+
+    #[test]
+    fn what_format_2_added_comes_back_and_format_1_stays_format_1() {
+        let encrypted = Superblock {
+            encryption: Some(Encryption {
+                salt: [3; SALT_BYTES],
+                check: [5; CHECK_BYTES],
+            }),
+            zeros_read_as_zeros: true,
+            ..superblock(ImageState::Sealed, 2)
+        };
+        let first = Superblock {
+            format: FORMAT_1,
+            zeros_read_as_zeros: true,
+            ..superblock(ImageState::Sealed, 2)
+        };
+        for written in [encrypted, first.clone()] {
+            let read = Superblocks::read([&written.encode(), &[]]);
+            let current = written;
+            assert_eq!(read, Superblocks::Valid { current, copy: 0 });
+        }
+        assert!(first.encode()[120..CRC_AT].iter().all(|byte| *byte == 0));
     }
 
     #[test]

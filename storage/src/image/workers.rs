@@ -12,12 +12,13 @@ use super::ImageError;
 use crate::Run;
 
 /// Does `work` for every number below `count` and returns the results in order. Each worker has its
-/// own state from `begin`.
+/// own state from `begin`, and `end` is the last that is done with it, also after a failure.
 pub(crate) fn for_each_chunk<S, R: Send>(
     run: &Run<'_>,
     count: usize,
     begin: impl Fn() -> S + Sync,
     work: impl Fn(&mut S, usize) -> Result<R, ImageError> + Sync,
+    end: impl Fn(S) -> Result<(), ImageError> + Sync,
 ) -> Result<Vec<R>, ImageError> {
     let next = AtomicUsize::new(0);
     let failed = AtomicBool::new(false);
@@ -38,6 +39,11 @@ pub(crate) fn for_each_chunk<S, R: Send>(
                 failed.store(true, Ordering::Relaxed);
             }
             results.push((index, result));
+        }
+        if let Err(error) = end(state) {
+            failed.store(true, Ordering::Relaxed);
+            // Of no number, so after all that have one.
+            results.push((usize::MAX, Err(error)));
         }
         results
     };
@@ -79,6 +85,7 @@ mod tests {
             100,
             || (),
             |(), index| work(index),
+            |()| Ok(()),
         )
     }
 

@@ -1,52 +1,80 @@
 //! Writing an image.
 //!
 //! ```text
-//! create ──► reserve ──► write_memory (each big block) ──► write_pages (the rest) ──► seal ──► SealedImage
-//!    └──────────┴──────────────────┴───────────────────────────┴── dropped, failed or cancelled: nothing stays
+//! create ──► reserve ──┬► write_memory (each big block) ──► write_pages (the rest) ─┬► seal ──► SealedImage
+//!    │          │        └► write_incoming (all of it) ──────────────────────────────┤
+//!    └──────────┴────────────────────────────────────────────────────────────────────┴── dropped, failed or cancelled: nothing stays
 //! ```
 //!
 //! Every block of the layout must have been written when the image is sealed, each once, each
 //! whole. RAM goes to the disk from where the guest has it: a chunk is scanned, summed and written
-//! with O_DIRECT out of the mapping. Only a chunk that is a mixture of data and holes goes through
-//! a buffer, because a direct write would allocate the holes.
+//! with O_DIRECT out of the mapping. Only a chunk that is a mixture of data and holes, or is compressed or
+//! encrypted, goes through a buffer.
 
 use std::io;
-use std::ops::Range;
-use std::os::unix::fs::FileExt;
 use std::path::Path;
+use std::sync::atomic::AtomicBool;
+use std::time::Instant;
 
-use rustix::fs::FallocateFlags;
-use rustix::io::Errno;
 use uuid::Uuid;
 
+use super::chunk_writer::{ChunkWriter, Worker};
 use super::chunks::{CHUNK_BYTES, Chunk, ChunkContent, ChunkTable, chunk_count, chunk_length};
-use super::error::is_out_of_space;
-use super::layout::BlockPlacement;
+use super::cipher::Cipher;
+use super::codec::Codec;
+use super::compression::Compression;
+use super::key::ImageKey;
 use super::manifest::{MANIFEST_LIMIT, Manifest};
-use super::partial::PartialFile;
+use super::received::Received;
 use super::sealed::{SealedImage, write_tables};
-use super::superblock::{self, COPY_OFFSETS};
 use super::workers::for_each_chunk;
 use super::{ImageError, Layout, Mismatch};
+use crate::incoming::Incoming;
 use crate::migration::{PageContent, Recording};
-use crate::sys::{self, AlignedBuf, DirectFile};
+use crate::rate_limit::RateLimit;
+use crate::volume::{Backend, Volume, VolumeKind};
 use crate::{ByteCount, GuestMemory, Run};
 
 /// How an image is begun.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub struct CreateOptions {
-    /// Whether an image at the target may be replaced. Something that is not an image, or that is
-    /// in use, never is.
+    /// Whether a used image at the target may be replaced. A file that is not an image, an image that
+    /// holds a guest, and what is in use never are; a block device is overwritten whatever else is on
+    /// it.
     pub replace: bool,
     /// Id of the new image.
     pub image_id: Uuid,
+    /// How RAM is to get to the disk, if that is possible; else the best that is.
+    pub backend: Option<Backend>,
+    /// Whether RAM is compressed.
+    pub compression: Compression,
+    /// The key that RAM and device state are encrypted with, if they are.
+    pub key: Option<ImageKey>,
+    /// The most that is written in a second.
+    pub rate_limit: Option<ByteCount>,
+}
+
+impl Default for CreateOptions {
+    /// A new image in a free place, as fast as it goes, neither compressed nor encrypted.
+    fn default() -> Self {
+        Self {
+            replace: false,
+            image_id: Uuid::new_v4(),
+            backend: None,
+            compression: Compression::None,
+            key: None,
+            rate_limit: None,
+        }
+    }
 }
 
 /// What a block turned out to hold.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct MemoryWritten {
-    /// Bytes that were written.
+    /// Bytes that held something.
     pub data: ByteCount,
+    /// What was written for them: less, if it was compressed.
+    pub stored: ByteCount,
     /// Bytes that were zero, holes included, and were not.
     pub zero: ByteCount,
 }
@@ -56,10 +84,11 @@ pub struct MemoryWritten {
 /// Dropped without [`ImageWriter::seal`] it leaves nothing behind.
 #[derive(Debug)]
 pub struct ImageWriter {
-    partial: PartialFile,
-    direct: DirectFile,
+    volume: Volume,
     layout: Layout,
     image_id: Uuid,
+    codec: Codec,
+    rate_limit: Option<RateLimit>,
     /// Blocks of the layout that were begun. One that failed in the middle is not begun again: what
     /// it wrote could lie where the second attempt finds zeros.
     begun: Vec<bool>,
@@ -70,37 +99,42 @@ pub struct ImageWriter {
 }
 
 impl ImageWriter {
-    /// Begins an image that will be at `target`, in a hidden file beside it.
+    /// Begins an image that will be at `target`: in a hidden file beside it, or on the block device
+    /// that it leads to.
     ///
     /// # Errors
     ///
-    /// [`ImageError::TargetExists`] if there is something and it may not be replaced,
-    /// [`ImageError::NotAnImage`] if it is not an image, [`ImageError::Locked`] if it is in use,
-    /// [`ImageError::Io`] if the system refuses.
+    /// [`ImageError::TargetExists`], [`ImageError::HoldsGuest`], [`ImageError::NotAnImage`] and
+    /// [`ImageError::NewerFormat`] if what is there must stay, [`ImageError::Locked`] and
+    /// [`ImageError::DeviceInUse`] if somebody has it, [`ImageError::ReadOnly`] and
+    /// [`ImageError::SectorSize`] for a device that cannot hold an image, [`ImageError::Io`] if the
+    /// system refuses, or has no random numbers to encrypt with.
     pub fn create(target: &Path, layout: Layout, options: CreateOptions) -> Result<Self, ImageError> {
-        let partial = PartialFile::create(target, options.replace, options.image_id)?;
-        let failed = |operation, source| ImageError::io(operation, partial.path(), source);
-        let beginning = superblock::beginning(options.image_id, CHUNK_BYTES).encode();
-        let direct = DirectFile::beside(&partial.file, partial.path(), true)
-            .map_err(|source| failed("open", source))?;
-        partial
-            .file
-            .write_all_at(&beginning, COPY_OFFSETS[0])
-            .map_err(|source| failed("begin", source))?;
-        // With its length known from the start the file system does not take its lock for each
-        // growing write.
-        partial
-            .file
-            .set_len(layout.ram_end())
-            .map_err(|source| failed("size", source))?;
+        let cipher = match &options.key {
+            None => None,
+            Some(key) => Some(Cipher::new(key).ok_or_else(|| {
+                ImageError::io(
+                    "find random numbers for",
+                    target,
+                    io::Error::other("the system has none"),
+                )
+            })?),
+        };
+        let volume = Volume::create(target, options.replace, options.image_id, options.backend)?;
+        let bound = layout.hard_bound(ByteCount::ZERO);
+        volume
+            .expect_length(layout.ram_end())
+            .map_err(|source| volume.failed("size", bound, source))?;
         let begun = vec![false; layout.blocks().len()];
         let chunks = vec![None; layout.blocks().len()];
-        let bound = layout.hard_bound(ByteCount::ZERO);
         Ok(Self {
-            partial,
-            direct,
+            volume,
             layout,
             image_id: options.image_id,
+            codec: Codec::new(options.compression, cipher),
+            rate_limit: options
+                .rate_limit
+                .map(|limit| RateLimit::new(limit, Instant::now())),
             begun,
             chunks,
             bound,
@@ -117,24 +151,18 @@ impl ImageWriter {
     ///
     /// [`ImageError::NoSpace`] with the numbers, [`ImageError::Io`] if the system refuses.
     pub fn reserve(&mut self, device_state_bound: ByteCount) -> Result<(), ImageError> {
-        let needed = self.layout.hard_bound(device_state_bound);
-        self.bound = needed;
-        // First asked, then taken: filling a disk to its last block only to find it too small would
-        // hurt others on it.
-        let available = self.available()?;
-        if available < needed {
-            return Err(self.no_space(available));
-        }
-        match rustix::fs::fallocate(&self.partial.file, FallocateFlags::empty(), 0, needed.0) {
-            Ok(()) | Err(Errno::OPNOTSUPP | Errno::NOSYS) => Ok(()),
-            Err(error) => Err(self.failed("reserve space for", error.into())),
-        }
+        self.bound = self.layout.hard_bound(device_state_bound);
+        self.volume.reserve(self.bound)
     }
 
-    /// Whether RAM goes past the page cache; where the file system refuses that, it is several
-    /// times slower.
-    pub fn is_direct(&self) -> bool {
-        self.direct.is_direct()
+    /// How RAM gets to the disk.
+    pub fn backend(&self) -> Backend {
+        self.volume.backend()
+    }
+
+    /// What the image is on.
+    pub fn kind(&self) -> VolumeKind {
+        self.volume.kind()
     }
 
     /// Writes the RAM of `block`: blocking, with as many threads as `run` says.
@@ -152,14 +180,15 @@ impl ImageWriter {
     ) -> Result<MemoryWritten, ImageError> {
         let index = self.block_to_write(block, memory.length())?;
         let extents = memory.data_extents()?;
-        let placement = &self.layout.blocks()[index];
-        let count = chunk_count(placement.length, CHUNK_BYTES) as usize;
-        let buffer = || None::<AlignedBuf>;
-        let chunks = for_each_chunk(run, count, buffer, |buffer, chunk| {
-            let chunk = self.write_chunk(placement, memory, &extents, chunk as u64, buffer)?;
+        let count = chunk_count(memory.length(), CHUNK_BYTES) as usize;
+        let chunks = self.chunk_writer(run.cancelled);
+        let write = |worker: &mut Worker, chunk: usize| {
+            let chunk = chunks.write_from(worker, (index, chunk as u64), memory, &extents)?;
             run.progress.advance(chunk.length.into());
             Ok(chunk)
-        })?;
+        };
+        let end = |worker| chunks.finish(worker);
+        let chunks = for_each_chunk(run, count, || chunks.worker(), write, end)?;
         let written = written(&chunks);
         self.chunks[index] = Some(chunks);
         Ok(written)
@@ -171,8 +200,9 @@ impl ImageWriter {
     /// # Errors
     ///
     /// [`ImageError::Mismatch`] if the recording lacks such a block or some of its pages, or has it
-    /// in another length; [`ImageError::NoSpace`] and [`ImageError::Io`] from the disk.
-    pub fn write_pages(&mut self, recording: &Recording) -> Result<(), ImageError> {
+    /// in another length; [`ImageError::Cancelled`]; [`ImageError::NoSpace`] and [`ImageError::Io`] from the
+    /// disk.
+    pub fn write_pages(&mut self, recording: &Recording, run: &Run<'_>) -> Result<(), ImageError> {
         let missing: Vec<String> = (self.layout.blocks().iter().zip(&self.chunks))
             .filter(|(_, chunks)| chunks.is_none())
             .map(|(block, _)| block.name.clone())
@@ -192,9 +222,41 @@ impl ImageWriter {
             if found != needed {
                 return Err(mismatch(Mismatch::PagesMissing { found, needed }));
             }
-            self.chunks[index] = Some(self.write_block_pages(index, recording, in_stream)?);
+            self.chunks[index] = Some(self.write_block_pages(index, recording, in_stream, run)?);
         }
         Ok(())
+    }
+
+    /// Writes all RAM of a guest from a migration, as it comes, to its end. What follows RAM in the migration must
+    /// not be longer than `tail_bound`. One thread works for each connection, whatever `run` says.
+    ///
+    /// # Errors
+    ///
+    /// [`ImageError::Mismatch`] if a block was written before or is not all there; [`ImageError::Incoming`] with
+    /// what is wrong with the migration; [`ImageError::Cancelled`], within 100 ms even if nothing
+    /// comes; [`ImageError::NoSpace`] and [`ImageError::Io`] from the disk.
+    pub fn write_incoming(
+        &mut self,
+        incoming: Incoming,
+        tail_bound: ByteCount,
+        run: &Run<'_>,
+    ) -> Result<(Recording, MemoryWritten), ImageError> {
+        for block in self.layout.blocks().to_vec() {
+            self.block_to_write(&block.name, block.length)?;
+        }
+        let received = Received::by(self.chunk_writer(run.cancelled));
+        let recording = incoming.receive(&self.layout, tail_bound, &received, run)?;
+        let chunks = received.into_chunks();
+        let written = chunks.iter().flatten().map(|chunks| written(chunks)).fold(
+            MemoryWritten::default(),
+            |all, block| MemoryWritten {
+                data: all.data + block.data,
+                stored: all.stored + block.stored,
+                zero: all.zero + block.zero,
+            },
+        );
+        self.chunks = chunks;
+        Ok((recording, written))
     }
 
     /// Makes the image whole and gives it its name, in this order: chunk table, device state,
@@ -210,7 +272,7 @@ impl ImageWriter {
     pub fn seal(mut self, manifest: &Manifest, recording: &Recording) -> Result<SealedImage, ImageError> {
         self.check_whole(recording)?;
         let manifest = serde_json::to_vec(manifest)
-            .map_err(|source| ImageError::io("describe", self.partial.path(), io::Error::other(source)))?;
+            .map_err(|source| ImageError::io("describe", self.volume.path(), io::Error::other(source)))?;
         let length = ByteCount(manifest.len() as u64);
         if length > MANIFEST_LIMIT {
             return Err(ImageError::ManifestTooLong {
@@ -222,19 +284,20 @@ impl ImageWriter {
         let table = ChunkTable {
             layout: self.layout.clone(),
             chunks,
+            encrypted: self.codec.cipher().is_some(),
         };
         let sealed = write_tables(
-            &self.partial.file,
+            &self.volume,
             self.image_id,
             &table,
-            &recording.normalized(),
+            recording.normalized(),
             &manifest,
+            self.codec.cipher(),
         )
         .map_err(|source| self.failed("seal", source))?;
-        let path = self.partial.target().to_owned();
-        let file = self.partial.publish()?;
-        tracing::debug!(path = %path.display(), id = %sealed.id, "image sealed");
-        Ok(SealedImage::of(file, path, &table, &sealed))
+        let published = self.volume.publish()?;
+        tracing::debug!(path = %published.path().display(), id = %sealed.id, "image sealed");
+        Ok(SealedImage::of(published, &table, sealed))
     }
 
     fn block_to_write(&mut self, name: &str, found: ByteCount) -> Result<usize, ImageError> {
@@ -256,89 +319,47 @@ impl ImageWriter {
         Ok(index)
     }
 
-    fn write_chunk(
-        &self,
-        placement: &BlockPlacement,
-        memory: &GuestMemory,
-        extents: &[Range<u64>],
-        index: u64,
-        buffer: &mut Option<AlignedBuf>,
-    ) -> Result<Chunk, ImageError> {
-        let start = index * u64::from(CHUNK_BYTES);
-        let length = chunk_length(placement.length.0, CHUNK_BYTES, index);
-        let range = start..start + u64::from(length);
-        let offset = placement.offset + start;
-        let zero = Ok(Chunk {
-            content: ChunkContent::Zero,
-            length,
-        });
-        let crc32 = match parts_in(extents, &range).collect::<Vec<_>>().as_slice() {
-            [] => return zero,
-            [whole] if *whole == range => {
-                let Some(crc32) = memory.crc32_unless_zero(range.clone()) else {
-                    return zero;
-                };
-                memory
-                    .write_at(range, &self.direct, offset)
-                    .map_err(|source| self.failed("write", source))?;
-                crc32
-            }
-            parts => {
-                let buffer = buffer.get_or_insert_with(|| AlignedBuf::zeroed(CHUNK_BYTES as usize));
-                buffer.fill(0);
-                for part in parts {
-                    memory.copy_to(part.clone(), buffer, (part.start - start) as usize);
-                }
-                let bytes = &buffer[..length as usize];
-                if sys::is_zero(bytes) {
-                    return zero;
-                }
-                self.direct
-                    .write_all_at(bytes, offset)
-                    .map_err(|source| self.failed("write", source))?;
-                crc32fast::hash(bytes)
-            }
-        };
-        Ok(Chunk {
-            content: ChunkContent::Data { crc32 },
-            length,
-        })
-    }
-
     fn write_block_pages(
         &self,
-        index: usize,
+        block: usize,
         recording: &Recording,
         in_stream: usize,
+        run: &Run<'_>,
     ) -> Result<Vec<Chunk>, ImageError> {
-        let placement = &self.layout.blocks()[index];
-        let mut buffer = AlignedBuf::zeroed(CHUNK_BYTES as usize);
+        let length = self.layout.blocks()[block].length;
+        let writer = self.chunk_writer(run.cancelled);
+        let mut worker = writer.worker();
         let mut pages = recording.block_pages(in_stream).peekable();
         let mut chunks = Vec::new();
-        for index in 0..chunk_count(placement.length, CHUNK_BYTES) {
+        for index in 0..chunk_count(length, CHUNK_BYTES) {
+            if run.is_cancelled() {
+                return Err(ImageError::Cancelled);
+            }
             let start = index * u64::from(CHUNK_BYTES);
-            let length = chunk_length(placement.length.0, CHUNK_BYTES, index);
+            let end = start + u64::from(chunk_length(length.0, CHUNK_BYTES, index));
+            let mut buffer = worker.buffer();
             buffer.fill(0);
-            while let Some(page) = pages.next_if(|page| page.offset < start + u64::from(length)) {
+            while let Some(page) = pages.next_if(|page| page.offset < end) {
                 if let PageContent::Data(bytes) = page.content {
                     let at = (page.offset - start) as usize;
                     buffer[at..at + bytes.len()].copy_from_slice(&bytes[..]);
                 }
             }
-            let bytes = &buffer[..length as usize];
-            let content = if sys::is_zero(bytes) {
-                ChunkContent::Zero
-            } else {
-                self.direct
-                    .write_all_at(bytes, placement.offset + start)
-                    .map_err(|source| self.failed("write", source))?;
-                ChunkContent::Data {
-                    crc32: crc32fast::hash(bytes),
-                }
-            };
-            chunks.push(Chunk { content, length });
+            chunks.push(writer.write(&mut worker, (block, index), buffer)?);
         }
+        writer.finish(worker)?;
         Ok(chunks)
+    }
+
+    fn chunk_writer<'a>(&'a self, cancelled: &'a AtomicBool) -> ChunkWriter<'a> {
+        ChunkWriter {
+            volume: &self.volume,
+            layout: &self.layout,
+            codec: &self.codec,
+            rate_limit: self.rate_limit.as_ref(),
+            bound: self.bound,
+            cancelled,
+        }
     }
 
     /// Whether every block was written and the recording has the same blocks.
@@ -377,36 +398,9 @@ impl ImageWriter {
         Ok(())
     }
 
-    /// Bytes free for those who are not root, because root's reserve is not there to hold images.
-    fn available(&self) -> Result<ByteCount, ImageError> {
-        let free = rustix::fs::fstatvfs(&self.partial.file)
-            .map_err(|error| ImageError::io("ask for free space on", self.partial.folder(), error))?;
-        Ok(ByteCount(free.f_bavail.saturating_mul(free.f_frsize)))
-    }
-
-    fn no_space(&self, available: ByteCount) -> ImageError {
-        ImageError::NoSpace {
-            needed: self.bound,
-            available,
-            path: self.partial.folder().to_owned(),
-        }
-    }
-
     fn failed(&self, operation: &'static str, source: io::Error) -> ImageError {
-        if is_out_of_space(&source) {
-            return self.no_space(self.available().unwrap_or_default());
-        }
-        ImageError::io(operation, self.partial.path(), source)
+        self.volume.failed(operation, self.bound, source)
     }
-}
-
-/// The parts of `range` that lie in `extents`, which are in order and apart.
-fn parts_in<'a>(extents: &'a [Range<u64>], range: &'a Range<u64>) -> impl Iterator<Item = Range<u64>> + 'a {
-    let first = extents.partition_point(|extent| extent.end <= range.start);
-    extents[first..]
-        .iter()
-        .take_while(|extent| extent.start < range.end)
-        .map(|extent| extent.start.max(range.start)..extent.end.min(range.end))
 }
 
 fn written(chunks: &[Chunk]) -> MemoryWritten {
@@ -415,7 +409,10 @@ fn written(chunks: &[Chunk]) -> MemoryWritten {
         let length = ByteCount(chunk.length.into());
         match chunk.content {
             ChunkContent::Zero => written.zero += length,
-            ChunkContent::Data { .. } => written.data += length,
+            ChunkContent::Stored(stored) => {
+                written.data += length;
+                written.stored += ByteCount(stored.length.into());
+            }
         }
     }
     written

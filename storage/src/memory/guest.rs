@@ -9,7 +9,8 @@ use rustix::io::Errno;
 
 use super::{MemoryError, check_length};
 use crate::ByteCount;
-use crate::sys::{AlignedBuf, DirectFile, Mapping};
+use crate::sys::{AlignedBuf, Mapping};
+use crate::volume::Lane;
 
 /// RAM of a stopped guest, mapped read-only and shared from the file that backs it.
 ///
@@ -91,14 +92,22 @@ impl GuestMemory {
         (!self.mapping.is_zero(&range)).then(|| self.mapping.crc32(&range))
     }
 
+    /// Whether all bytes in `range` are zero. Touches the pages, as
+    /// [`crc32_unless_zero`](Self::crc32_unless_zero) does.
+    pub(crate) fn is_zero(&self, range: Range<u64>) -> bool {
+        let range = as_usize(range);
+        self.mapping.populate(&range);
+        self.mapping.is_zero(&range)
+    }
+
     /// Copies the bytes in `range` to `at` in `buffer`.
     pub(crate) fn copy_to(&self, range: Range<u64>, buffer: &mut AlignedBuf, at: usize) {
         self.mapping.copy_to(&as_usize(range), buffer, at);
     }
 
-    /// Writes the bytes in `range` to `file` at `offset`, from where they lie.
-    pub(crate) fn write_at(&self, range: Range<u64>, file: &DirectFile, offset: u64) -> io::Result<()> {
-        self.mapping.write_at(&as_usize(range), file, offset)
+    /// Writes the bytes in `range` to `offset`, from where they lie.
+    pub(crate) fn write_at(&self, range: Range<u64>, lane: &mut Lane, offset: u64) -> io::Result<()> {
+        lane.write_mapped(&self.mapping, &as_usize(range), offset)
     }
 }
 

@@ -62,9 +62,7 @@ impl<R: BufRead> Cursor<R> {
         // One byte more tells that there is too much.
         let limit = bound.0.saturating_add(1);
         let mut input = self.input.by_ref().take(limit);
-        input
-            .read_to_end(&mut rest)
-            .map_err(ReceiveError::Io)?;
+        input.read_to_end(&mut rest).map_err(ReceiveError::Io)?;
         self.at += rest.len();
         let length = ByteCount(rest.len() as u64);
         if length > bound {

@@ -29,6 +29,7 @@
 mod cursor;
 mod devices;
 mod mapped_ram;
+mod multifd;
 mod page_sink;
 mod parse;
 mod precopy;
@@ -40,10 +41,13 @@ use std::ops::Deref;
 
 pub use devices::{Device, DevicesError};
 pub(crate) use mapped_ram::{MappedBlock, MappedRam, ReadError};
+pub(crate) use multifd::MULTIFD_MAGIC;
+pub use multifd::{MULTIFD_OPENING_BYTES, MULTIFD_PACKET_BYTES, MultifdError, MultifdOpening, MultifdPacket};
 pub(crate) use page_sink::{PageSink, ReceiveError};
 pub(crate) use parse::receive;
 pub use precopy::{PrecopyError, try_write_precopy, write_precopy};
 pub use recording::{Recording, StreamBlock};
+pub(crate) use wire::MAGIC as STREAM_MAGIC;
 pub use wire::{PAGE_BYTES, STREAM_LIMIT};
 
 use crate::ByteCount;

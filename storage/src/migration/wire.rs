@@ -11,7 +11,7 @@ pub const PAGE_BYTES: usize = 4096;
 /// the recording has to be small.
 pub const STREAM_LIMIT: ByteCount = ByteCount::gib(1);
 
-pub(super) const MAGIC: u32 = 0x5145_564d;
+pub(crate) const MAGIC: u32 = 0x5145_564d;
 pub(super) const VERSION: u32 = 3;
 
 pub(super) const END_OF_STREAM: u8 = 0x00;

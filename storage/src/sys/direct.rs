@@ -1,18 +1,20 @@
 //! A file behind the page cache's back, where the file system allows it.
 //!
 //! Buffered writes cost two thirds of the disk's pace (first touch of cache pages, then writeback),
-//! and they push the rest of the host's cache out; so data goes past the cache with O_DIRECT. A
-//! file system that refuses O_DIRECT answers the open, or the first transfer, with EINVAL; either
-//! is taken as "buffered" and reported by [`DirectFile::is_direct`].
+//! and they push the rest of the host's cache out; so data goes past the cache with O_DIRECT. Whether
+//! that is possible is asked ([`probe::direct_io`]) where there is an answer; else a file system that
+//! refuses it says EINVAL to the open, or to the first transfer. Either way it is then "buffered", reported
+//! by [`DirectFile::is_direct`], and [`Writeback`] keeps the cache small.
 
 use std::fs::{File, OpenOptions};
 use std::io;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use super::ALIGNMENT;
+use super::writeback::Writeback;
+use super::{ALIGNMENT, probe};
 
 /// A second, direct descriptor of a file that is open already, with the buffered one as its
 /// fallback.
@@ -23,6 +25,7 @@ pub(crate) struct DirectFile {
     buffered: File,
     /// Set by the first direct transfer that the file system refused.
     refused: AtomicBool,
+    writeback: Writeback,
 }
 
 impl DirectFile {
@@ -32,6 +35,10 @@ impl DirectFile {
     ///
     /// Any error of the open but EINVAL; `NotFound` if the path leads to another file by now.
     pub(crate) fn beside(file: &File, path: &Path, writable: bool) -> io::Result<Self> {
+        if probe::direct_io(file) == probe::DirectIo::Impossible {
+            tracing::debug!(path = %path.display(), "O_DIRECT is said to be impossible here");
+            return Self::buffered(file);
+        }
         let flags = libc::O_DIRECT | libc::O_CLOEXEC;
         let direct = match OpenOptions::new()
             .read(true)
@@ -56,12 +63,31 @@ impl DirectFile {
             direct,
             buffered: file.try_clone()?,
             refused: AtomicBool::new(false),
+            writeback: Writeback::default(),
+        })
+    }
+
+    /// A file whose transfers all go through the page cache.
+    pub(crate) fn buffered(file: &File) -> io::Result<Self> {
+        Ok(Self {
+            direct: None,
+            buffered: file.try_clone()?,
+            refused: AtomicBool::new(false),
+            writeback: Writeback::default(),
         })
     }
 
     /// Whether aligned transfers go past the page cache.
     pub(crate) fn is_direct(&self) -> bool {
         self.direct.is_some() && !self.refused.load(Ordering::Relaxed)
+    }
+
+    /// The direct descriptor, open for as long as `self` lives, while it may be used.
+    pub(super) fn direct_fd(&self) -> Option<RawFd> {
+        self.direct
+            .as_ref()
+            .filter(|_| self.is_direct())
+            .map(AsRawFd::as_raw_fd)
     }
 
     /// Writes all of `bytes` at `offset`.
@@ -77,7 +103,7 @@ impl DirectFile {
     /// `start` must be valid for reads of `length` bytes for the whole call. The bytes may change
     /// meanwhile: only the kernel looks at them.
     pub(super) unsafe fn write_raw_at(&self, start: *const u8, length: usize, offset: u64) -> io::Result<()> {
-        let mut done = 0;
+        let (mut done, mut cached) = (0, false);
         while done < length {
             let file = self.file_for(start as usize + done, length - done, offset + done as u64);
             let at = file_offset(offset + done as u64)?;
@@ -86,9 +112,16 @@ impl DirectFile {
                 unsafe { libc::pwrite64(file.as_raw_fd(), start.add(done).cast(), length - done, at) };
             match usize::try_from(written) {
                 Ok(0) => return Err(io::Error::from(io::ErrorKind::WriteZero)),
-                Ok(written) => done += written,
+                Ok(written) => {
+                    done += written;
+                    cached |= !self.is_the_direct_one(file);
+                }
                 Err(_) => self.after(io::Error::last_os_error(), file)?,
             }
+        }
+        if cached {
+            self.writeback
+                .wrote(&self.buffered, offset..offset + length as u64)?;
         }
         Ok(())
     }
@@ -129,15 +162,17 @@ impl DirectFile {
         }
         // Some file systems take the flag at open and refuse the transfer (FUSE, or a device with
         // larger sectors than ours).
-        let was_direct = self
-            .direct
-            .as_ref()
-            .is_some_and(|direct| direct.as_raw_fd() == used.as_raw_fd());
-        if was_direct && error.raw_os_error() == Some(libc::EINVAL) {
+        if self.is_the_direct_one(used) && error.raw_os_error() == Some(libc::EINVAL) {
             self.refused.store(true, Ordering::Relaxed);
             return Ok(());
         }
         Err(error)
+    }
+
+    fn is_the_direct_one(&self, file: &File) -> bool {
+        self.direct
+            .as_ref()
+            .is_some_and(|direct| direct.as_raw_fd() == file.as_raw_fd())
     }
 }
 

@@ -3,10 +3,11 @@
 use std::fs::File;
 use std::io;
 use std::ops::Range;
+use std::sync::Arc;
 
 use memmap2::{Advice, MmapOptions, MmapRaw};
 
-use super::{AlignedBuf, DirectFile, is_zero};
+use super::{AlignedBuf, is_zero};
 
 /// The first bytes of a file, mapped shared and for reading.
 ///
@@ -14,16 +15,32 @@ use super::{AlignedBuf, DirectFile, is_zero};
 /// panics.
 #[derive(Debug)]
 pub(crate) struct Mapping {
-    map: MmapRaw,
+    map: Arc<MmapRaw>,
+}
+
+/// A part of a mapping, which stays mapped for as long as this lives.
+#[derive(Debug)]
+pub(crate) struct SharedRange {
+    map: Arc<MmapRaw>,
+    range: Range<usize>,
+}
+
+impl SharedRange {
+    /// The address and number of its bytes, valid for as long as `self` lives. They may change meanwhile.
+    pub(super) fn bytes(&self) -> (*const u8, usize) {
+        // SAFETY: the range was checked to lie in the mapping when this was made.
+        let start = unsafe { self.map.as_ptr().add(self.range.start) };
+        (start, self.range.len())
+    }
 }
 
 impl Mapping {
     /// Maps the first `length` bytes, which must be there: the caller checks the file's length,
-    /// holds the file open for as long as the mapping lives, and knows that nobody shrinks it (a
+    /// knows that nobody shrinks it (a
     /// page behind the end would be a SIGBUS).
     pub(crate) fn of(file: &File, length: usize) -> io::Result<Self> {
         let map = MmapOptions::new().len(length).map_raw_read_only(file)?;
-        Ok(Self { map })
+        Ok(Self { map: Arc::new(map) })
     }
 
     /// Brings the pages of `range` into the page table at once, which is cheaper than one fault
@@ -52,11 +69,13 @@ impl Mapping {
         self.with_bytes(range, |bytes| buffer[at..at + bytes.len()].copy_from_slice(bytes));
     }
 
-    /// Writes `range` to `file` at `offset`, from where it lies.
-    pub(crate) fn write_at(&self, range: &Range<usize>, file: &DirectFile, offset: u64) -> io::Result<()> {
+    /// `range`, to be written from where it lies.
+    pub(crate) fn share(&self, range: &Range<usize>) -> SharedRange {
         self.check(range);
-        // SAFETY: the range was checked to lie in the mapping, which lives for the whole call.
-        unsafe { file.write_raw_at(self.map.as_ptr().add(range.start), range.len(), offset) }
+        SharedRange {
+            map: Arc::clone(&self.map),
+            range: range.clone(),
+        }
     }
 
     fn with_bytes<R>(&self, range: &Range<usize>, look: impl FnOnce(&[u8]) -> R) -> R {

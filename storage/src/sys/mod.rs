@@ -1,13 +1,17 @@
-//! All unsafe code of the crate: a mapping of guest RAM, aligned buffers, direct I/O.
+//! All unsafe code of the crate: a mapping of guest RAM, aligned buffers, direct I/O, io_uring.
 //!
 //! Guest RAM may change under us (another process maps it too), so its bytes never leave this
 //! module as a slice: [`Mapping`] answers questions about a range (is it zero, what is its CRC-32)
 //! and writes a range to a file.
 
 mod aligned;
+pub(crate) mod block_device;
 mod direct;
 mod mapping;
 mod paged;
+pub(crate) mod probe;
+pub(crate) mod uring;
+mod writeback;
 
 pub(crate) use aligned::AlignedBuf;
 pub(crate) use direct::DirectFile;

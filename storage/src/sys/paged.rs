@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::AlignedBuf;
 
-/// Size of a target page: what is claimed at once.
+/// Size of a target page.
 const PAGE_BYTES: usize = 4096;
 
 const WORD_PAGES: usize = u64::BITS as usize;
@@ -33,38 +33,44 @@ impl PagedBuf {
         }
     }
 
-    /// The page of this number to write to, unless somebody has it or had it.
+    /// `count` pages from `first` on to write to, unless somebody has one of them or had it.
     ///
     /// # Panics
     ///
-    /// Panics if the buffer has no such page.
+    /// Panics if the buffer has no such pages.
     #[allow(
         clippy::mut_from_ref,
         reason = "the claim, not the borrow, makes the reference the only one"
     )]
-    pub(crate) fn claim(&self, page: usize) -> Option<&mut [u8; PAGE_BYTES]> {
-        assert!(page < self.pages(), "page {page} of {}", self.pages());
-        let (word, bit) = (page / WORD_PAGES, 1 << (page % WORD_PAGES));
-        if self.claimed[word].fetch_or(bit, Ordering::Relaxed) & bit != 0 {
-            return None;
+    pub(crate) fn claim(&self, first: usize, count: usize) -> Option<&mut [u8]> {
+        let end = first.saturating_add(count);
+        assert!(end <= self.pages(), "pages {first}..{end} of {}", self.pages());
+        for page in first..end {
+            let bit = 1 << (page % WORD_PAGES);
+            if self.claimed[page / WORD_PAGES].fetch_or(bit, Ordering::Relaxed) & bit != 0 {
+                return None;
+            }
         }
-        // SAFETY: the page lies in the buffer, checked above, which `self` owns and, while it is
-        // shared, touches only here. The bit was not set before and never is cleared, so this is
-        // the only reference to these bytes that is ever made before `filled` takes `self`, which
-        // no borrow of `self` outlives. Every bit pattern is a valid byte, and the allocation was
-        // initialized.
-        Some(unsafe { self.start.add(page * PAGE_BYTES).cast().as_mut() })
+        // SAFETY: the pages lie in the buffer, checked above, which `self` owns and, while it is
+        // shared, touches only here. None of their bits was set before, and none ever is cleared,
+        // so this is the only reference to these bytes that is ever made before `filled` takes
+        // `self`, which no borrow of `self` outlives. Every bit pattern is a valid byte, and the
+        // allocation was initialized.
+        Some(unsafe {
+            std::slice::from_raw_parts_mut(self.start.as_ptr().add(first * PAGE_BYTES), count * PAGE_BYTES)
+        })
     }
 
-    /// Whether somebody has the page of this number or had it.
-    pub(crate) fn is_claimed(&self, page: usize) -> bool {
-        self.claimed[page / WORD_PAGES].load(Ordering::Relaxed) & (1 << (page % WORD_PAGES)) != 0
+    /// The pages that somebody has or had, as bits: page 0 is the lowest of the first word.
+    pub(crate) fn claimed(&self) -> [u64; WORDS] {
+        std::array::from_fn(|word| self.claimed[word].load(Ordering::Relaxed))
     }
 
     /// The buffer back, with zeros in each of its first `pages` that nobody claimed.
     pub(crate) fn filled(mut self, pages: usize) -> AlignedBuf {
+        let claimed = self.claimed();
         for page in 0..pages.min(self.pages()) {
-            if !self.is_claimed(page) {
+            if claimed[page / WORD_PAGES] & (1 << (page % WORD_PAGES)) == 0 {
                 self.buffer[page * PAGE_BYTES..][..PAGE_BYTES].fill(0);
             }
         }
@@ -94,10 +100,11 @@ mod tests {
         std::thread::scope(|scope| {
             for (page, byte) in [(0, 1), (2, 3)] {
                 let buffer = &buffer;
-                scope.spawn(move || buffer.claim(page).unwrap().fill(byte));
+                scope.spawn(move || buffer.claim(page, 1).unwrap().fill(byte));
             }
         });
-        assert!(buffer.claim(2).is_none() && buffer.is_claimed(0) && !buffer.is_claimed(1));
+        assert!(buffer.claim(2, 1).is_none());
+        assert_eq!(buffer.claimed(), [0b101, 0, 0, 0]);
         let filled = buffer.filled(3);
         let first_bytes: Vec<u8> = filled.iter().step_by(PAGE_BYTES).copied().collect();
         assert_eq!(first_bytes, [1, 0, 3, 0xee]);
@@ -105,8 +112,8 @@ mod tests {
     }
 
     #[test]
-    #[should_panic = "page 4 of 4"]
+    #[should_panic = "pages 3..5 of 4"]
     fn a_page_behind_the_end_is_a_bug() {
-        PagedBuf::of(AlignedBuf::zeroed(4 * PAGE_BYTES)).claim(4);
+        PagedBuf::of(AlignedBuf::zeroed(4 * PAGE_BYTES)).claim(3, 2);
     }
 }

@@ -5,9 +5,9 @@ use std::process::ExitCode;
 use std::time::UNIX_EPOCH;
 
 use clap::Args;
-use dormouse_storage::exchange::{Compression, Imported, Source};
+use dormouse_storage::exchange::{Imported, Source, StreamCompression};
 use dormouse_storage::image::manifest::{Backend, Disk, Guest, GuestState, Manifest, Qemu, RamBlock};
-use dormouse_storage::{ByteCount, Image};
+use dormouse_storage::{ByteCount, CreateOptions, Image};
 use serde_json::json;
 
 use super::watched;
@@ -57,7 +57,11 @@ pub async fn import(
     let source = Source::open(&arguments.file)?;
     let libvirt = source.libvirt().cloned();
     let of_libvirt = libvirt.as_ref().map(|header| header.domain.name.clone());
-    let name = arguments.name.clone().or(of_libvirt).filter(|name| !name.is_empty());
+    let name = arguments
+        .name
+        .clone()
+        .or(of_libvirt)
+        .filter(|name| !name.is_empty());
     let name = checked_name(&name.unwrap_or_else(|| "vm".to_owned()))
         .map_err(|failure| failure.while_doing("give one with --name"))?;
     let start = match arguments.qemu.is_empty() {
@@ -80,7 +84,11 @@ pub async fn import(
                 Some(_) => GuestState::Paused,
                 None => staged.guest_state().unwrap_or(GuestState::Paused),
             };
-            Ok(staged.write(&target, replace, &manifest, run)?)
+            let options = CreateOptions {
+                replace,
+                ..CreateOptions::default()
+            };
+            Ok(staged.write(&target, options, &manifest, run)?)
         }
     })
     .await?;
@@ -161,7 +169,10 @@ impl Start {
         if seen.main_ram.is_none() && !line.names_main_memory() {
             return Err(Failure::new(
                 Code::Refused,
-                format!("machine type {} has no main RAM that could be placed", source.machine()),
+                format!(
+                    "machine type {} has no main RAM that could be placed",
+                    source.machine()
+                ),
             ));
         }
         Ok(Self {
@@ -212,7 +223,7 @@ fn manifest(source: &Source, name: &str, start: Start) -> Manifest {
 /// What the file has no means to tell.
 fn not_checked(source: &Source, start: &Start) -> Vec<String> {
     let mut remarks = vec![match source.compression() {
-        Compression::Gzip | Compression::Bzip2 | Compression::Xz => format!(
+        StreamCompression::Gzip | StreamCompression::Bzip2 | StreamCompression::Xz => format!(
             "the checksum of the {} data was right; the stream has none of its own",
             source.compression()
         ),
@@ -223,7 +234,8 @@ fn not_checked(source: &Source, start: &Start) -> Vec<String> {
         remarks.push("the machine has no disks".to_owned());
     } else if !start.disks.is_empty() {
         remarks.push(
-            "whether the disks were written between the save and now cannot be told; from now on it can".to_owned(),
+            "whether the disks were written between the save and now cannot be told; from now on it can"
+                .to_owned(),
         );
     }
     match &start.command_line {
@@ -240,7 +252,11 @@ fn not_checked(source: &Source, start: &Start) -> Vec<String> {
     }
     if let (Some(header), Some(_)) = (source.libvirt(), &start.command_line) {
         let used: Vec<&str> = start.disks.iter().map(|disk| disk.file_name.as_str()).collect();
-        let missing = header.domain.disks.iter().filter_map(|disk| disk.source.as_deref());
+        let missing = header
+            .domain
+            .disks
+            .iter()
+            .filter_map(|disk| disk.source.as_deref());
         let missing = missing.filter(|file| !used.contains(&file.to_string_lossy().as_ref()));
         for file in missing {
             remarks.push(format!(

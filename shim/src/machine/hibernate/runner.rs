@@ -201,8 +201,12 @@ impl Work {
         let plan = self.plan()?;
         let (target, replace, image_id) = (self.request.target.clone(), self.request.replace, self.image_id);
         let writer = blocking(move || {
-            let mut writer =
-                ImageWriter::create(&target, plan.layout.clone(), CreateOptions { replace, image_id })?;
+            let options = CreateOptions {
+                replace,
+                image_id,
+                ..CreateOptions::default()
+            };
+            let mut writer = ImageWriter::create(&target, plan.layout.clone(), options)?;
             writer.reserve(DEVICE_STATE_BOUND)?;
             Ok(writer)
         })
@@ -279,7 +283,7 @@ impl Work {
                 cancelled: interrupt.flag(),
             };
             let written = write_memory(&mut writer, &plan, &run)?;
-            writer.write_pages(&recording)?;
+            writer.write_pages(&recording, &run)?;
             Ok((writer, recording, written))
         });
         let outcome = self.interrupt.or(joined(&mut task)).await;
@@ -343,9 +347,17 @@ impl Work {
             )
             .with_guest(GuestState::Paused));
         }
-        if let Some(sealed) = self.sealed.take() {
+        if let Some(mut sealed) = self.sealed.take() {
             // Space that is not given back is no reason to call a sealed image a failure.
-            let given_back = blocking(move || Ok(sealed.give_back()?)).await;
+            let given_back = blocking(move || {
+                let run = Run {
+                    threads: WORKER_THREADS,
+                    progress: &Progress::default(),
+                    cancelled: &std::sync::atomic::AtomicBool::new(false),
+                };
+                Ok(sealed.give_back(&run)?)
+            })
+            .await;
             if let Err(failure) = given_back {
                 tracing::warn!(%failure, "cannot give back the image's unused space");
             }

@@ -10,7 +10,7 @@ const XZ_MEMORY_KIB: u32 = 256 << 10;
 
 /// How a stream is compressed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Compression {
+pub enum StreamCompression {
     /// Not at all.
     None,
     /// gzip; carries a CRC-32.
@@ -25,7 +25,7 @@ pub enum Compression {
     Zstd,
 }
 
-impl Compression {
+impl StreamCompression {
     /// The stream in `input`.
     pub(super) fn reader<'a>(self, input: impl BufRead + 'a) -> std::io::Result<Box<dyn Read + 'a>> {
         Ok(match self {
@@ -38,7 +38,7 @@ impl Compression {
     }
 }
 
-impl fmt::Display for Compression {
+impl fmt::Display for StreamCompression {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::None => "uncompressed",

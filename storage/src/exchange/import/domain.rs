@@ -73,8 +73,7 @@ impl Domain {
 }
 
 fn disk(node: Node<'_, '_>) -> DomainDisk {
-    let attribute =
-        |element: &str, name: &str| child(node, element)?.attribute(name).map(str::to_owned);
+    let attribute = |element: &str, name: &str| child(node, element)?.attribute(name).map(str::to_owned);
     DomainDisk {
         target: attribute("target", "dev").unwrap_or_default(),
         source: attribute("source", "file")
@@ -120,7 +119,10 @@ mod tests {
         .unwrap();
         assert_eq!(domain.name, "web");
         assert_eq!(domain.machine.as_deref(), Some("pc-q35-9.2"));
-        assert_eq!(domain.emulator, Some(PathBuf::from("/usr/bin/qemu-system-x86_64")));
+        assert_eq!(
+            domain.emulator,
+            Some(PathBuf::from("/usr/bin/qemu-system-x86_64"))
+        );
         assert!(domain.uuid.is_some());
         let sources: Vec<_> = domain.disks.iter().map(|disk| disk.source.as_deref()).collect();
         assert_eq!(
@@ -133,11 +135,7 @@ mod tests {
         );
         assert_eq!(domain.disks[0].format.as_deref(), Some("qcow2"));
         assert_eq!(
-            domain
-                .disks
-                .iter()
-                .map(|disk| disk.read_only)
-                .collect::<Vec<_>>(),
+            domain.disks.iter().map(|disk| disk.read_only).collect::<Vec<_>>(),
             [false, true, false]
         );
     }

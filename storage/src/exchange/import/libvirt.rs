@@ -19,7 +19,7 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use super::{Compression, Domain, ImportError};
+use super::{Domain, ImportError, StreamCompression};
 use crate::{ByteCount, ImageError};
 
 pub(super) const HEADER_BYTES: usize = 92;
@@ -38,7 +38,7 @@ pub struct LibvirtHeader {
     pub was_running: bool,
     /// The domain, as its XML describes it.
     pub domain: Domain,
-    pub(super) compression: Compression,
+    pub(super) compression: StreamCompression,
     pub(super) sparse: bool,
     pub(super) stream_start: u64,
 }
@@ -72,13 +72,13 @@ impl LibvirtHeader {
             )));
         }
         let (compression, sparse) = match number(format) {
-            0 => (Compression::None, false),
-            1 => (Compression::Gzip, false),
-            2 => (Compression::Bzip2, false),
-            3 => (Compression::Xz, false),
-            4 => (Compression::Lzop, false),
-            5 => (Compression::Zstd, false),
-            6 => (Compression::None, true),
+            0 => (StreamCompression::None, false),
+            1 => (StreamCompression::Gzip, false),
+            2 => (StreamCompression::Bzip2, false),
+            3 => (StreamCompression::Xz, false),
+            4 => (StreamCompression::Lzop, false),
+            5 => (StreamCompression::Zstd, false),
+            6 => (StreamCompression::None, true),
             other => return Err(wrong(format!("format {other} is not known"))),
         };
         let length = ByteCount(number(length).into());
@@ -95,10 +95,13 @@ impl LibvirtHeader {
             )));
         }
         let mut text = vec![0; length.0 as usize];
-        file.read_exact_at(&mut text, HEADER_BYTES as u64).map_err(failed)?;
+        file.read_exact_at(&mut text, HEADER_BYTES as u64)
+            .map_err(failed)?;
         let cookie = number(cookie) as usize;
         if cookie > text.len() {
-            return Err(wrong(format!("the cookie lies at {cookie}, behind the XML's end")));
+            return Err(wrong(format!(
+                "the cookie lies at {cookie}, behind the XML's end"
+            )));
         }
         let xml = text.split(|byte| *byte == 0).next().unwrap_or_default();
         let xml = std::str::from_utf8(xml).map_err(|_| wrong("the XML is not UTF-8".to_owned()))?;

@@ -7,7 +7,8 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use super::staging::Staging;
-use crate::image::{CHUNK_BYTES, for_each_chunk};
+use crate::image::chunks::CHUNK_BYTES;
+use crate::image::for_each_chunk;
 use crate::migration::{MappedBlock, PAGE_BYTES};
 use crate::{ImageError, Run, sys};
 
@@ -25,7 +26,7 @@ pub(super) fn stage(
         let pages = block.length / PAGE_BYTES as u64;
         let chunks = pages.div_ceil(CHUNK_PAGES) as usize;
         let buffer = || vec![0; CHUNK_BYTES as usize];
-        for_each_chunk(run, chunks, buffer, |buffer, chunk| {
+        let stage_chunk = |buffer: &mut Vec<u8>, chunk: usize| {
             let first = chunk as u64 * CHUNK_PAGES;
             let count = CHUNK_PAGES.min(pages - first);
             let mut bits = [0_u8; CHUNK_PAGES as usize / 8];
@@ -47,7 +48,8 @@ pub(super) fn stage(
             }
             run.progress.advance(count * PAGE_BYTES as u64);
             Ok(())
-        })?;
+        };
+        for_each_chunk(run, chunks, buffer, stage_chunk, |_| Ok(()))?;
     }
     Ok(())
 }

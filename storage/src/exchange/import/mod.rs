@@ -29,9 +29,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
-use uuid::Uuid;
-
-pub use compression::Compression;
+pub use compression::StreamCompression;
 pub use domain::{Domain, DomainDisk};
 pub use libvirt::LibvirtHeader;
 
@@ -39,6 +37,7 @@ use self::staging::Staging;
 use super::new_file::{folder_of, free_in};
 use crate::image::manifest::{GuestState, Manifest};
 use crate::migration::{MappedBlock, MappedRam, ReadError, Recording, StreamError};
+use crate::volume::is_block_device;
 use crate::{
     BlockSize, ByteCount, CreateOptions, ImageError, ImageWriter, Layout, MemoryWritten, Run, SealedImage,
 };
@@ -62,7 +61,7 @@ pub struct Source {
 
 #[derive(Debug)]
 enum Form {
-    Stream(Compression),
+    Stream(StreamCompression),
     MappedRam {
         blocks: Vec<MappedBlock>,
         /// The stream without RAM.
@@ -139,7 +138,7 @@ pub enum ImportError {
         /// The file.
         path: PathBuf,
         /// How it is compressed.
-        compression: Compression,
+        compression: StreamCompression,
         /// What the decompressor says.
         #[source]
         source: io::Error,
@@ -174,21 +173,21 @@ impl Source {
         let libvirt = LibvirtHeader::read(path, &file, &beginning)?;
         let (start, compression, sparse) = match &libvirt {
             Some(header) => (header.stream_start, header.compression, header.sparse),
-            None if beginning.starts_with(b"QEVM") => (0, Compression::None, false),
+            None if beginning.starts_with(b"QEVM") => (0, StreamCompression::None, false),
             None => {
                 return Err(ImportError::Unknown {
                     path: path.to_owned(),
                 });
             }
         };
-        if compression == Compression::Lzop {
+        if compression == StreamCompression::Lzop {
             return Err(ImportError::Lzop {
                 path: path.to_owned(),
                 start,
             });
         }
         let mapped = match compression {
-            Compression::None => MappedRam::read(&file, start).map_err(|error| match error {
+            StreamCompression::None => MappedRam::read(&file, start).map_err(|error| match error {
                 ReadError::Stream(error) => stream_error(path, error),
                 ReadError::Io(source) => failed("read", source).into(),
             })?,
@@ -245,10 +244,10 @@ impl Source {
     }
 
     /// How the stream in it is compressed.
-    pub fn compression(&self) -> Compression {
+    pub fn compression(&self) -> StreamCompression {
         match self.form {
             Form::Stream(compression) => compression,
-            Form::MappedRam { .. } => Compression::None,
+            Form::MappedRam { .. } => StreamCompression::None,
         }
     }
 
@@ -288,20 +287,25 @@ impl Source {
     fn staged_bound(&self) -> ByteCount {
         let in_file = self.file.metadata().map_or(u64::MAX, |metadata| metadata.len());
         match self.form {
-            Form::Stream(Compression::None) => ByteCount(in_file.min(self.ram().0)),
+            Form::Stream(StreamCompression::None) => ByteCount(in_file.min(self.ram().0)),
             _ => self.ram(),
         }
     }
 
-    /// Reads all of the file; RAM is kept in files without names in the folder of `target`.
+    /// Reads all of the file; RAM is kept in files without names in the folder of `target`, or in
+    /// `/var/tmp` if that is a block device.
     ///
     /// # Errors
     ///
     /// [`ImportError`] names what is wrong with the file; [`ImageError::NoSpace`],
     /// [`ImageError::Cancelled`], [`ImageError::Io`].
     pub fn stage(&self, target: &Path, run: &Run<'_>) -> Result<Staged, ImportError> {
-        let folder = folder_of(target);
-        let (needed, available) = (self.space_needed()?, free_in(&folder)?);
+        let (folder, needed) = match is_block_device(target) {
+            // There the image has its own place.
+            true => (PathBuf::from("/var/tmp"), self.staged_bound()),
+            false => (folder_of(target), self.space_needed()?),
+        };
+        let available = free_in(&folder)?;
         if available < needed {
             return Err(ImageError::NoSpace {
                 needed,
@@ -352,25 +356,22 @@ impl Staged {
     pub fn write(
         self,
         target: &Path,
-        replace: bool,
+        options: CreateOptions,
         manifest: &Manifest,
         run: &Run<'_>,
     ) -> Result<Imported, ImportError> {
         let layout = Layout::plan(self.staging.blocks()).map_err(ImageError::Layout)?;
-        let options = CreateOptions {
-            replace,
-            image_id: Uuid::new_v4(),
-        };
         let mut writer = ImageWriter::create(target, layout, options)?;
         writer.reserve(ByteCount(self.recording.normalized().len() as u64))?;
         let mut written = MemoryWritten::default();
         for (name, memory) in self.staging.into_memory()? {
             let block = writer.write_memory(&name, &memory, run)?;
             written.data += block.data;
+            written.stored += block.stored;
             written.zero += block.zero;
         }
-        let sealed = writer.seal(manifest, &self.recording)?;
-        sealed.give_back()?;
+        let mut sealed = writer.seal(manifest, &self.recording)?;
+        sealed.give_back(run)?;
         Ok(Imported { sealed, written })
     }
 }

@@ -6,7 +6,7 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use crate::image::is_out_of_space;
+use crate::image::error::is_out_of_space;
 use crate::migration::PAGE_BYTES;
 use crate::{BlockSize, ByteCount, GuestMemory, ImageError};
 

@@ -5,7 +5,7 @@ use std::io::{self, BufReader, Read, Seek, SeekFrom};
 use std::path::Path;
 
 use super::staging::Staging;
-use super::{Compression, DEVICE_STATE_LIMIT, ImportError, stream_error};
+use super::{DEVICE_STATE_LIMIT, ImportError, StreamCompression, stream_error};
 use crate::migration::{PAGE_BYTES, PageSink, ReceiveError, Recording, StreamBlock, receive};
 use crate::{BlockSize, ImageError, Run};
 
@@ -19,22 +19,23 @@ pub(super) struct Input<'a> {
     pub(super) path: &'a Path,
     pub(super) file: &'a File,
     pub(super) start: u64,
-    pub(super) compression: Compression,
+    pub(super) compression: StreamCompression,
 }
 
 impl<'a> Input<'a> {
     fn reader(&self) -> Result<Box<dyn Read + 'a>, ImportError> {
         let mut file = self.file;
-        let opened = file
-            .seek(SeekFrom::Start(self.start))
-            .and_then(|_| self.compression.reader(BufReader::with_capacity(BUFFER_BYTES, file)));
+        let opened = file.seek(SeekFrom::Start(self.start)).and_then(|_| {
+            self.compression
+                .reader(BufReader::with_capacity(BUFFER_BYTES, file))
+        });
         opened.map_err(|error| self.failed(error))
     }
 
     /// A decompressor tells damage as an error of reading.
     fn failed(&self, source: io::Error) -> ImportError {
         let by_system = source.raw_os_error().is_some();
-        if self.compression == Compression::None || by_system {
+        if self.compression == StreamCompression::None || by_system {
             return ImageError::io("read", self.path, source).into();
         }
         ImportError::Compressed {
@@ -58,7 +59,7 @@ pub(super) fn look(input: &Input<'_>) -> Result<(String, Vec<BlockSize>), Import
             reader.by_ref().take(limit.into()).read_to_end(&mut machine)
         })
         .map_err(|error| match error.kind() {
-            io::ErrorKind::UnexpectedEof if input.compression == Compression::None => {
+            io::ErrorKind::UnexpectedEof if input.compression == StreamCompression::None => {
                 ImportError::Unknown {
                     path: input.path.to_owned(),
                 }
@@ -85,7 +86,10 @@ impl PageSink for Beginning {
     type Error = Vec<BlockSize>;
 
     fn blocks(&mut self, blocks: &[StreamBlock]) -> Result<(), Self::Error> {
-        Err(blocks.iter().map(|block| super::size(&block.name, block.used_length.0)).collect())
+        Err(blocks
+            .iter()
+            .map(|block| super::size(&block.name, block.used_length.0))
+            .collect())
     }
 
     fn zero(&mut self, _: usize, _: u64) -> Result<(), Self::Error> {
@@ -140,7 +144,9 @@ impl PageSink for Sink<'_> {
 
     fn blocks(&mut self, blocks: &[StreamBlock]) -> Result<(), ImageError> {
         let staged = self.staging.blocks().iter();
-        let told = blocks.iter().map(|block| (block.name.as_str(), block.used_length));
+        let told = blocks
+            .iter()
+            .map(|block| (block.name.as_str(), block.used_length));
         // They were read before, so only a file that changes meanwhile differs.
         if !staged.map(|block| (block.name.as_str(), block.length)).eq(told) {
             return Err(ImageError::Io {

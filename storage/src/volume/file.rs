@@ -12,17 +12,18 @@
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, File, OpenOptions};
 use std::io;
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{AtFlags, CWD, FlockOperation, RenameFlags};
+use rustix::fs::{AtFlags, CWD, FallocateFlags, RenameFlags};
 use rustix::io::Errno;
 use uuid::Uuid;
 
-use super::ImageError;
-use super::reader::read_superblocks;
-use super::state::ImageState;
-use super::superblock::{FORMAT_VERSION, Superblocks};
+use super::hold::{leads_to, lock, open_held};
+use crate::ByteCount;
+use crate::image::reader::read_superblocks;
+use crate::image::superblock::{COPY_BYTES, COPY_OFFSETS, FORMAT_VERSION, Superblocks};
+use crate::image::{ImageError, ImageState};
 
 /// A file that is written but has not its name yet.
 #[derive(Debug)]
@@ -86,6 +87,36 @@ impl PartialFile {
 
     pub(super) fn folder(&self) -> &Path {
         &self.folder
+    }
+
+    /// Bytes free for those who are not root, because root's reserve is not there to hold images;
+    /// `None` where the file system has no bound (ramfs, an unlimited tmpfs, some of FUSE).
+    pub(super) fn available(&self) -> Result<Option<ByteCount>, ImageError> {
+        let free = rustix::fs::fstatvfs(&self.file)
+            .map_err(|error| ImageError::io("ask for free space on", &self.folder, error))?;
+        let bytes = ByteCount(free.f_bavail.saturating_mul(free.f_frsize));
+        Ok((free.f_blocks > 0).then_some(bytes))
+    }
+
+    /// Allocates the file's first bytes where the file system can do that.
+    pub(super) fn allocate(&self, length: ByteCount) -> io::Result<()> {
+        match rustix::fs::fallocate(&self.file, FallocateFlags::empty(), 0, length.0) {
+            Ok(()) | Err(Errno::OPNOTSUPP | Errno::NOSYS) => Ok(()),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    pub(super) fn begin(&self, copy: &[u8; COPY_BYTES]) -> io::Result<()> {
+        self.file.write_all_at(copy, COPY_OFFSETS[0])
+    }
+
+    /// Makes both copies of the superblock say `sealed`: at once, for until the rename nobody relies
+    /// on either.
+    pub(super) fn seal(&self, copy: &[u8; COPY_BYTES]) -> io::Result<()> {
+        for offset in COPY_OFFSETS {
+            self.file.write_all_at(copy, offset)?;
+        }
+        self.file.sync_all()
     }
 
     /// Gives the file its name, for good: after `Ok` a crash leaves the target as it is now.
@@ -186,25 +217,6 @@ fn remove_leftovers(folder: &Path, name: &OsStr) {
     }
 }
 
-/// Takes the lock that everybody who may write to an image holds.
-pub(super) fn lock(file: &File, path: &Path) -> Result<(), ImageError> {
-    match rustix::fs::flock(file, FlockOperation::NonBlockingLockExclusive) {
-        Ok(()) => Ok(()),
-        Err(Errno::WOULDBLOCK) => Err(ImageError::Locked {
-            path: path.to_owned(),
-        }),
-        Err(error) => Err(ImageError::io("lock", path, error)),
-    }
-}
-
-/// Whether `path` leads to the file that is open.
-pub(super) fn leads_to(path: &Path, file: &File) -> bool {
-    match (fs::metadata(path), file.metadata()) {
-        (Ok(there), Ok(open)) => (there.dev(), there.ino()) == (open.dev(), open.ino()),
-        _ => false,
-    }
-}
-
 /// Checks what stands at the target already, and locks it if it may be replaced.
 fn lock_target(target: &Path, replace: bool) -> Result<Option<File>, ImageError> {
     match fs::symlink_metadata(target) {
@@ -222,13 +234,7 @@ fn lock_target(target: &Path, replace: bool) -> Result<Option<File>, ImageError>
         }
         Ok(_) => {}
     }
-    // Writable, because network file systems make a record lock of it, which needs that.
-    let file = OpenOptions::new()
-        .read(true)
-        .write(true)
-        .open(target)
-        .map_err(|source| ImageError::io("open", target, source))?;
-    lock(&file, target)?;
+    let file = open_held(target)?;
     match read_superblocks(&file, target)? {
         Superblocks::Alien => Err(ImageError::NotAnImage {
             path: target.to_owned(),

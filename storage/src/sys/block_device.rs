@@ -1,0 +1,49 @@
+//! What the kernel tells about a block device, and the one call that makes it zero.
+
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::fd::AsRawFd;
+
+use rustix::fs::{FallocateFlags, SeekFrom, seek};
+use rustix::io::Errno;
+
+/// Length of the device in bytes.
+///
+/// Moves the descriptor's offset, which nobody here uses.
+pub(crate) fn length(device: &File) -> io::Result<u64> {
+    // The same number that BLKGETSIZE64 tells, and also where that one is filtered.
+    Ok(seek(device, SeekFrom::End(0))?)
+}
+
+/// Bytes of a logical sector: the least that the device reads or writes, and what a direct write must
+/// be aligned to.
+pub(crate) fn sector_bytes(device: &File) -> io::Result<u32> {
+    Ok(rustix::fs::ioctl_blksszget(device)?)
+}
+
+/// Whether the device takes no writes.
+pub(crate) fn is_read_only(device: &File) -> io::Result<bool> {
+    let mut read_only: libc::c_int = 0;
+    // SAFETY: BLKROGET writes one `int` to the address, which is that of a live `int`.
+    let result = unsafe { libc::ioctl(device.as_raw_fd(), BLKROGET, &raw mut read_only) };
+    if result == -1 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(read_only != 0)
+}
+
+/// `_IO(0x12, 94)`, which libc does not have.
+const BLKROGET: libc::Ioctl = 0x125e;
+
+/// Makes `range` read as zeros, if the device can do that without being sent the zeros; tells whether
+/// it could. The range must consist of whole sectors.
+pub(crate) fn zero_cheaply(device: &File, range: &Range<u64>) -> io::Result<bool> {
+    // On a block device: write zeroes, unmapping allowed, no fallback to written pages.
+    let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+    match rustix::fs::fallocate(device, flags, range.start, range.end - range.start) {
+        Ok(()) => Ok(true),
+        Err(Errno::OPNOTSUPP | Errno::NOSYS) => Ok(false),
+        Err(error) => Err(error.into()),
+    }
+}

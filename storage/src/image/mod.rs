@@ -21,6 +21,7 @@
 //!   durable before it is acknowledged, and no damage to one place brings an older state back.
 //! * **One owner.** Writing, waking and replacing hold an exclusive `flock`; looking needs none.
 
+mod broken;
 mod chunk_writer;
 pub(crate) mod chunks;
 mod cipher;
@@ -41,6 +42,7 @@ mod verify;
 mod workers;
 mod writer;
 
+pub use broken::remove_broken;
 pub use chunks::TableError;
 pub use compression::{Compression, CompressionError};
 pub use error::{Corruption, ImageError, Mismatch, TornBecause};

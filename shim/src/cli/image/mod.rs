@@ -1,9 +1,13 @@
 //! `dormouse image`: looks into images, checks them, removes them, and exchanges memory with other tools. One file per
 //! verb; this one has the arguments, and how long work is watched and cancelled.
 
+mod age;
+mod discard;
 mod export;
+mod holder;
 mod import;
 mod inspect;
+mod list;
 mod verify;
 
 use std::path::PathBuf;
@@ -27,6 +31,8 @@ const TELL: Duration = Duration::from_millis(250);
 /// What can be done with images.
 #[derive(Debug, Subcommand)]
 pub enum ImageVerb {
+    /// Show the images in a folder, whole or not
+    List(list::ListArguments),
     /// Show what is in an image
     Inspect(ImageArguments),
     /// Read all of an image and check it
@@ -35,6 +41,8 @@ pub enum ImageVerb {
     Export(export::ExportArguments),
     /// Make an image of memory that QEMU or libvirt saved
     Import(import::ImportArguments),
+    /// Remove an image for good, after saying what is lost
+    Discard(discard::DiscardArguments),
 }
 
 /// One image.
@@ -46,6 +54,8 @@ pub struct ImageArguments {
 
 pub async fn image(verb: ImageVerb, state: &StateDir, report: &Report) -> Result<ExitCode, Failure> {
     match verb {
+        ImageVerb::List(arguments) => list::list(arguments, report),
+        ImageVerb::Discard(arguments) => discard::discard(arguments, report),
         ImageVerb::Inspect(arguments) => inspect::inspect(&arguments.path, report),
         ImageVerb::Verify(arguments) => verify::verify(&arguments.path, report).await,
         ImageVerb::Export(arguments) => export::export(arguments, report).await,

@@ -15,6 +15,7 @@ use serde_json::Value;
 use crate::{
     guest::Guest,
     lab::Lab,
+    qemu::QemuBuild,
     wait::{PATIENCE, until},
 };
 
@@ -23,6 +24,7 @@ pub struct Dormouse {
     program: PathBuf,
     state_dir: PathBuf,
     logs: PathBuf,
+    modules: Option<PathBuf>,
 }
 
 impl Dormouse {
@@ -39,6 +41,15 @@ impl Dormouse {
             program,
             state_dir: lab.path("state"),
             logs: lab.folder().to_owned(),
+            modules: None,
+        }
+    }
+
+    /// Lets a QEMU that is started as its own process shows, without the laboratory's wrapper, find its modules.
+    pub fn with_modules_of(self, build: QemuBuild) -> Self {
+        Self {
+            modules: Some(build.modules()),
+            ..self
         }
     }
 
@@ -86,14 +97,21 @@ impl Dormouse {
 
     /// Hibernates the QEMU behind the monitor at `socket` to `image`, without a supervisor.
     pub fn hibernate_by_monitor(&self, socket: &Path, image: &Path) -> Outcome {
-        self.execute(&[
+        self.finish(self.start_hibernating_by_monitor(socket, image, &[]))
+    }
+
+    /// Starts to hibernate the QEMU behind the monitor at `socket`, with more options.
+    pub fn start_hibernating_by_monitor(&self, socket: &Path, image: &Path, options: &[&str]) -> Child {
+        let mut arguments = vec![
             OsStr::new("hibernate"),
             "--qmp".as_ref(),
             socket.as_ref(),
             "--to".as_ref(),
             image.as_ref(),
             "--json".as_ref(),
-        ])
+        ];
+        arguments.extend(options.iter().map(OsStr::new));
+        self.spawn(&arguments)
     }
 
     /// Runs any command to its end.
@@ -171,6 +189,9 @@ impl Dormouse {
             .arg(&self.state_dir)
             .args(arguments)
             .stdin(Stdio::null());
+        if let Some(modules) = &self.modules {
+            command.env("QEMU_MODULE_DIR", modules);
+        }
         command
     }
 }

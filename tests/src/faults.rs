@@ -160,7 +160,11 @@ pub fn fill_memory(qemu: Pid, begin_mib: u64, mib: u64) {
     let ram = descriptors
         .flatten()
         .map(|descriptor| descriptor.path())
-        .find(|path| fs::read_link(path).is_ok_and(|name| name.to_string_lossy().contains("pc.ram")))
+        .find(|path| {
+            let name = fs::read_link(path).unwrap_or_default();
+            let name = name.to_string_lossy();
+            name.contains("pc.ram") || name.contains("memfd:memory-backend-memfd")
+        })
         .expect("QEMU has its RAM open");
     let ram = OpenOptions::new()
         .write(true)

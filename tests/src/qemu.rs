@@ -29,6 +29,11 @@ impl QemuBuild {
         existing(laboratory().join(format!("qemu/{self}/qemu-system-x86_64")))
     }
 
+    /// The folder of this build's modules, which the wrapper tells QEMU of.
+    pub(crate) fn modules(self) -> PathBuf {
+        laboratory().join(format!("qemu/{self}/root/usr/lib/x86_64-linux-gnu/qemu"))
+    }
+
     /// Whether guest RAM can be mapped from inside a larger file, as an image is: since 8.1.
     pub fn maps_images(self) -> bool {
         self != Self::V7_2

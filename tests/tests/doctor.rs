@@ -26,7 +26,10 @@ fn a_supervised_vm_is_told_its_ways_to_sleep_and_wake() {
             .execute(&["doctor", "guest", "--json"])
             .expect_success()
             .result();
-        assert_eq!(finding(&diagnosis, "direct engine")["can"], true, "{diagnosis:#}");
+        let direct = finding(&diagnosis, "directly, by x-ignore-shared");
+        assert_eq!(direct["can"], true, "{diagnosis:#}");
+        let handed_over = finding(&diagnosis, "directly, by cpr-transfer");
+        assert_eq!(handed_over["can"], false, "{diagnosis:#}");
         assert_eq!(finding(&diagnosis, "wake by map")["can"], maps, "{diagnosis:#}");
         assert_eq!(finding(&diagnosis, "wake by eager")["can"], true);
         assert_eq!(
@@ -41,7 +44,7 @@ fn a_supervised_vm_is_told_its_ways_to_sleep_and_wake() {
         );
         assert_eq!(diagnosis["blockers"], json!([]));
         assert_eq!(diagnosis["disks"][0]["has_witness"], true);
-        assert_eq!(diagnosis["memory"]["direct_bytes"], 64 << 20);
+        assert_eq!(diagnosis["memory"]["guest_bytes"], 64 << 20);
         // The guest fills 17 MiB, in whatever pages its memory is made of.
         let touched = diagnosis["memory"]["touched_bytes"].as_u64().unwrap();
         assert!((17 << 20..64 << 20).contains(&touched), "{touched}");
@@ -83,9 +86,12 @@ fn a_qemu_with_private_memory_is_told_the_remedy() {
         .execute(&["doctor", "--qmp", monitor, "--json"])
         .expect_success()
         .result();
-    let direct = finding(&diagnosis, "direct engine");
-    assert_eq!(direct["can"], false);
-    assert!(direct["detail"].to_string().contains("dormouse run"), "{direct}");
-    assert_eq!(diagnosis["memory"], Value::Null);
-    assert!(diagnosis["blockers"].to_string().contains("RAM"), "{diagnosis:#}");
+    for way in ["x-ignore-shared", "cpr-transfer"] {
+        let direct = finding(&diagnosis, way);
+        assert_eq!(direct["can"], false, "{direct}");
+    }
+    assert_eq!(diagnosis["memory"]["touched_bytes"], Value::Null);
+    let blockers = diagnosis["blockers"].to_string();
+    assert!(blockers.contains("private to QEMU"), "{blockers}");
+    assert!(blockers.contains("dormouse run"), "{blockers}");
 }

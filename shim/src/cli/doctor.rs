@@ -42,11 +42,14 @@ fn describe(diagnosis: &Diagnosis) -> String {
         lines.push(format!("{answer}  {}: {}", finding.subject, finding.detail));
     }
     if let Some(memory) = &diagnosis.memory {
+        let touched = memory
+            .touched_bytes
+            .map(|bytes| format!(", {} of it touched", ByteCount(bytes)))
+            .unwrap_or_default();
         lines.push(format!(
-            "memory  {} direct, {} of it touched, {} with the devices; a hibernation reserves {}",
-            ByteCount(memory.direct_bytes),
-            ByteCount(memory.touched_bytes),
-            ByteCount(memory.streamed_bytes),
+            "memory  {} of the guest{touched}, {} of its devices; a hibernation reserves {}",
+            ByteCount(memory.guest_bytes),
+            ByteCount(memory.device_bytes),
             ByteCount(memory.reserved_bytes)
         ));
     }

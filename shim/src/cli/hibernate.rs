@@ -10,10 +10,10 @@ use tokio::sync::oneshot;
 use super::HibernateArguments;
 use super::report::{Progress, Report};
 use crate::api::client::Supervisor;
-use crate::api::types::{Hibernated, NewOperation, Operation};
+use crate::api::types::{Hibernated, Key, NewOperation, Operation};
 use crate::error::{Code, Failure};
-use crate::machine::hibernate::Request;
 use crate::machine::hibernate::machine::CancelAnswer;
+use crate::machine::hibernate::{ImageWish, Request};
 use crate::signals::Signals;
 use crate::supervisor::operation::Prepared;
 use crate::supervisor::state_dir::{StateDir, VmRecord};
@@ -25,21 +25,29 @@ pub async fn hibernate(
 ) -> Result<ExitCode, Failure> {
     let to = std::path::absolute(&arguments.to)
         .map_err(|error| Failure::new(Code::Usage, format!("{}: {error}", arguments.to.display())))?;
-    let replace = arguments.replace;
+    let image = ImageWish {
+        compression: arguments.compress,
+        key: arguments.key.read()?,
+        rate_limit: arguments.rate_limit,
+    };
     let progress = report.progress();
     let outcome = match (&arguments.name, &arguments.qmp) {
         (Some(name), _) => {
             let supervisor = Supervisor::of(state, name);
-            by_supervisor(
-                &supervisor,
-                NewOperation::Hibernate { to, replace },
-                &progress,
-                report,
-            )
-            .await
-            .map_err(|failure| with_hint(failure, state, name))
+            let wish = NewOperation::Hibernate {
+                to,
+                replace: arguments.replace,
+                engine: arguments.engine,
+                channels: arguments.channels,
+                compress: image.compression,
+                key: image.key.map(Key),
+                rate_limit_bytes: image.rate_limit.map(|limit| limit.0),
+            };
+            by_supervisor(&supervisor, wish, &progress, report)
+                .await
+                .map_err(|failure| with_hint(failure, state, name))
         }
-        (None, Some(socket)) => by_ourselves(socket, to, replace, &progress).await,
+        (None, Some(socket)) => by_ourselves(socket, to, &arguments, image, &progress).await,
         (None, None) => Err(Failure::new(Code::Usage, "name a VM, or a monitor with --qmp")),
     };
     progress.finish();
@@ -107,7 +115,8 @@ fn with_hint(failure: Failure, state: &StateDir, name: &str) -> Failure {
 async fn by_ourselves(
     socket: &Path,
     target: PathBuf,
-    replace: bool,
+    arguments: &HibernateArguments,
+    image: ImageWish,
     progress: &Progress,
 ) -> Result<Hibernated, Failure> {
     let mut signals = Signals::watch()?;
@@ -116,7 +125,10 @@ async fn by_ourselves(
     let (command_line, shape) = record.map(|record| (record.command_line, record.shape)).unzip();
     let request = Request {
         target,
-        replace,
+        replace: arguments.replace,
+        engine: arguments.engine,
+        channels: arguments.channels,
+        image,
         vm_name,
         command_line,
         shape: shape.flatten(),
@@ -168,9 +180,23 @@ fn describe(hibernated: &Hibernated) -> String {
     let took = |phase: &str| hibernated.timings_ms.get(phase).copied().unwrap_or_default();
     let memory_ms = took("SavingMemory");
     let rate = hibernated.data_bytes as f64 / 1e6 / memory_ms.max(0.001);
+    let passed_over = hibernated
+        .choice
+        .passed_over
+        .iter()
+        .map(|why| format!("\n{why}"))
+        .collect::<String>();
+    let compressed = if hibernated.stored_bytes < hibernated.data_bytes {
+        format!(" as {}", ByteCount(hibernated.stored_bytes))
+    } else {
+        String::new()
+    };
     format!(
-        "hibernated to {}\npaused {:.0} ms: device state {:.0} ms, RAM {:.0} ms ({} at {rate:.2} GB/s, {} of zeros left out), seal {:.0} ms",
+        "hibernated to {} ({}, engine: {}, {})\npaused {:.0} ms: device state {:.0} ms, RAM {:.0} ms ({}{compressed} at {rate:.2} GB/s, {} of zeros left out), seal {:.0} ms{passed_over}",
         hibernated.image.display(),
+        hibernated.storage.kind,
+        hibernated.choice.engine.name(),
+        hibernated.storage.backend,
         hibernated.pause_ms,
         took("SavingDevices"),
         memory_ms,

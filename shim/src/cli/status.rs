@@ -60,6 +60,12 @@ pub fn describe(vm: &Vm) -> String {
     }
     if let Some(operation) = &vm.operation {
         text.push_str(&format!("\nhibernation {}: {:?}", operation.id, operation.phase));
+        if let Some(choice) = &operation.choice {
+            text.push_str(&format!(", engine: {}", choice.engine.name()));
+            for why in &choice.passed_over {
+                text.push_str(&format!("\n{why}"));
+            }
+        }
     }
     text
 }

@@ -36,6 +36,8 @@ impl Prepared {
             id: Uuid::new_v4(),
             version: 1,
             phase: Phase::Preflight,
+            choice: None,
+            storage: None,
             done_bytes: 0,
             total_bytes: 0,
             result: None,
@@ -67,6 +69,8 @@ impl Prepared {
         } = self;
         let told = watch::Sender::new(Told {
             phase: Phase::Preflight,
+            choice: None,
+            storage: None,
             progress: Arc::new(Progress::default()),
         });
         let mut news = told.subscribe();
@@ -81,6 +85,8 @@ impl Prepared {
             let told = news.borrow_and_update().clone();
             publish(&document, |operation| {
                 operation.phase = told.phase;
+                operation.choice = told.choice;
+                operation.storage = told.storage.map(Into::into);
                 operation.done_bytes = told.progress.done().0;
                 operation.total_bytes = told.progress.total().0;
             });

@@ -313,14 +313,14 @@ impl CommandLine {
         place: impl Fn(&MemoryBackend) -> Placement,
     ) -> Result<Self, CommandLineError> {
         let mut line = self.clone();
-        let backends = self.memory_backends()?;
+        let mut placements: Vec<Placement> = self.memory_backends()?.iter().map(&place).collect();
         let objects = line
             .items
             .iter_mut()
             .filter(|item| item.memory_backend_options().is_some());
-        for (item, backend) in objects.zip(&backends) {
+        for (item, placement) in objects.zip(&placements) {
             if let Some(mut options) = item.memory_backend_options()
-                && place(backend).apply(&mut options)
+                && placement.apply(&mut options)
             {
                 item.tokens[1] = options.render();
             }
@@ -331,12 +331,25 @@ impl CommandLine {
                 kind: "memory-backend-ram".to_owned(),
                 size: self.ram_size()?,
             };
+            let placement = place(&backend);
+            if placement != Placement::AsGiven {
+                // It says where main RAM is, as the placement does now; QEMU refuses both.
+                line.items.retain(|item| item.name != "mem-path");
+            }
             let mut options = Options::parse("memory-backend-ram").unwrap_or_default();
             options.set("id", main_ram);
             options.set("size", backend.size.0.to_string());
-            place(&backend).apply(&mut options);
+            placement.apply(&mut options);
+            placements.push(placement);
             line.push("object", options.render());
             line.push("machine", format!("memory-backend={main_ram}"));
+        }
+        if placements
+            .iter()
+            .any(|placement| matches!(placement, Placement::Image { .. }))
+        {
+            // Touching every page at the start would read the whole image.
+            line.items.retain(|item| item.name != "mem-prealloc");
         }
         Ok(line)
     }
@@ -593,6 +606,39 @@ mod tests {
             "-M q35 -m 64 -machine type=pc-q35-10.0 -incoming defer -S -object memory-backend-file,id=pc.ram,\
              size=67108864,mem-path=/pvc/a.img,offset=2097152,share=off,readonly=on,rom=off \
              -machine memory-backend=pc.ram"
+        );
+    }
+
+    #[test]
+    fn a_wake_places_what_somebody_else_put_anywhere() {
+        let image = |backend: &MemoryBackend| Placement::Image {
+            path: format!("/{}", backend.id).into(),
+            offset: ByteCount(2 << 20),
+            rom_property: false,
+        };
+        let line = line("qemu -m 64 -mem-path /dev/hugepages -mem-prealloc -S -incoming defer");
+        let mapped = line.clone().for_wake("pc").with_memory("pc.ram", image).unwrap();
+        assert!(!text(&mapped).contains("hugepages") && !text(&mapped).contains("mem-prealloc"));
+        let eager = line.for_wake("pc").with_memory("pc.ram", on_tmpfs).unwrap();
+        assert!(!text(&eager).contains("hugepages") && text(&eager).contains("mem-prealloc"));
+        assert_eq!(text(&eager).matches("-incoming").count(), 1);
+
+        let json =
+            r#"{"qom-type":"memory-backend-memfd","id":"m0","size":1048576,"share":true,"hugetlb":true}"#;
+        let arguments = [
+            "qemu",
+            "-object",
+            json,
+            "-machine",
+            "memory-backend=m0,aux-ram-share=on",
+        ]
+        .map(str::to_owned);
+        let memfd = CommandLine::parse(&arguments).unwrap();
+        assert!(memfd.shares_memory());
+        assert_eq!(
+            text(&memfd.with_memory("pc.ram", on_tmpfs).unwrap()),
+            "-object memory-backend-file,id=m0,size=1048576,mem-path=/ram/m0,share=on -machine \
+             memory-backend=m0,aux-ram-share=on"
         );
     }
 

@@ -5,11 +5,12 @@ use std::path::{Path, PathBuf};
 use dormouse_qmp::capabilities::{Capabilities, MirrorSafety, mirror_loses_writes};
 use dormouse_qmp::view::machine::RunState;
 use dormouse_qmp::{Client, Greeting};
-use dormouse_storage::{ByteCount, GuestMemory, Layout};
+use dormouse_storage::{GuestMemory, Layout};
 use serde::{Deserialize, Serialize};
 
 use super::binary::MemoryBackendAbilities;
 use super::command_line::CommandLine;
+use super::engine::{self, Facts, Wish};
 use super::memory::{DEVICE_STATE_BOUND, Memory};
 use super::shape::Shape;
 use super::{blockers, disks, monitor, process};
@@ -67,12 +68,13 @@ pub struct DiskFinding {
 /// Memory, and what an image of it takes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MemoryFinding {
-    /// RAM that is written straight from the guest's memory, in bytes.
-    pub direct_bytes: u64,
-    /// Of that, what the guest has touched so far: what an image takes at most now, but for the next two.
-    pub touched_bytes: u64,
-    /// RAM that comes with the devices (ROMs, video memory), in bytes.
-    pub streamed_bytes: u64,
+    /// The guest's memory, in bytes.
+    pub guest_bytes: u64,
+    /// Of that, what the guest has touched so far: what an image takes at most now, but for the next two. `None`: it
+    /// cannot be seen from outside.
+    pub touched_bytes: Option<u64>,
+    /// Memory of devices (ROMs, firmware tables, video memory), in bytes.
+    pub device_bytes: u64,
     /// Space that a hibernation reserves, in bytes.
     pub reserved_bytes: u64,
 }
@@ -97,7 +99,16 @@ pub async fn diagnose(
     let line =
         CommandLine::parse(&command_line).map_err(|error| Failure::new(Code::Refused, error.to_string()))?;
     let memory = Memory::of(client, pid).await;
-    let mut findings = engine_findings(&memory);
+    let (mut findings, chosen) = match &memory {
+        Ok(memory) => {
+            let facts = Facts::of(client, memory).await?;
+            (
+                engine_findings(&facts),
+                engine::choose(Wish::Auto, None, &facts).map(|_| ()),
+            )
+        }
+        Err(failure) => (Vec::new(), Err(failure.clone())),
+    };
     findings.extend(wake_findings(MemoryBackendAbilities::of(client).await?, &line));
     findings.extend(qemu_findings(
         client.greeting(),
@@ -105,8 +116,8 @@ pub async fn diagnose(
     ));
     let run_state = monitor::run_state(client).await?;
     let mut blockers = blockers::all(client, shape, &line, &directory).await?;
-    if memory.is_err() {
-        blockers.push("no engine of this version can save the guest's RAM".to_owned());
+    if let Err(failure) = chosen {
+        blockers.push(failure.message);
     }
     if !matches!(run_state, RunState::Running | RunState::Paused) {
         blockers.push(format!("the guest is neither running nor paused but {run_state}"));
@@ -120,23 +131,34 @@ pub async fn diagnose(
         findings,
         blockers,
         disks: disk_findings(client, &directory).await?,
-        memory: memory.ok().map(measure).transpose()?,
+        memory: memory.ok().as_ref().map(measure).transpose()?,
     })
 }
 
-fn engine_findings(memory: &Result<Memory, Failure>) -> Vec<Finding> {
-    let direct = match memory {
-        Ok(_) => can(
-            "hibernate by the direct engine",
-            "RAM is written straight from the guest's memory",
-        ),
-        Err(failure) => cannot("hibernate by the direct engine", &failure.message),
+/// In the order in which `--engine auto` looks at them.
+fn engine_findings(facts: &Facts<'_>) -> Vec<Finding> {
+    let finding = |subject: &str, against: Option<String>, how: &str| match against {
+        None => can(subject, how),
+        Some(why) => cannot(subject, &why),
     };
     vec![
-        direct,
-        cannot(
-            "hibernate by a stream, from any RAM",
-            "not in this version of Dormouse",
+        finding(
+            "hibernate directly, by x-ignore-shared",
+            facts.against_direct(),
+            "RAM is written straight from the guest's memory; the fastest way",
+        ),
+        finding(
+            "hibernate directly, by cpr-transfer",
+            facts.against_cpr(),
+            "RAM is written straight from the guest's memory, which QEMU hands over",
+        ),
+        can(
+            "hibernate by a stream",
+            if facts.multifd {
+                "RAM comes from QEMU, over several channels; any RAM will do"
+            } else {
+                "RAM comes from QEMU, over one connection; any RAM will do"
+            },
         ),
     ]
 }
@@ -155,7 +177,7 @@ fn wake_findings(abilities: MemoryBackendAbilities, line: &CommandLine) -> Vec<F
     } else {
         can(
             "wake by map",
-            "RAM is read when it is touched; such a guest cannot be hibernated again yet",
+            "RAM is read when it is touched; such a guest is hibernated again by a stream",
         )
     };
     vec![
@@ -200,7 +222,7 @@ fn qemu_findings(greeting: &Greeting, capabilities: &Capabilities) -> Vec<Findin
         ),
         since(
             "hand RAM over by descriptors",
-            capabilities.has_migration_mode("cpr-transfer"),
+            capabilities.has_migration_mode(engine::CPR_MODE),
             "migration mode cpr-transfer",
             "10.0",
         ),
@@ -228,23 +250,31 @@ async fn disk_findings(client: &Client, directory: &Path) -> Result<Vec<DiskFind
         .collect())
 }
 
-fn measure(memory: Memory) -> Result<MemoryFinding, Failure> {
+fn measure(memory: &Memory) -> Result<MemoryFinding, Failure> {
     let refused = |error: &dyn std::error::Error| Failure::new(Code::Refused, sentence(error));
     let layout = Layout::plan(&memory.blocks).map_err(|error| refused(&error))?;
-    let (direct, streamed) = (memory.shared_total(), memory.streamed_total());
-    let mut touched = ByteCount::ZERO;
-    for block in memory.shared {
-        let mapped = GuestMemory::map(block.file, block.length).map_err(|error| refused(&error))?;
-        let extents = mapped.data_extents().map_err(|error| refused(&error))?;
-        touched += extents
-            .iter()
-            .map(|extent| ByteCount(extent.end - extent.start))
-            .sum();
+    let mut touched = Some(0);
+    for backend in &memory.backends {
+        touched = match (&backend.reach, touched) {
+            (Ok(file), Some(touched)) => {
+                let file = file.try_clone().map_err(|error| refused(&error))?;
+                let mapped = GuestMemory::map(file, backend.length).map_err(|error| refused(&error))?;
+                let extents = mapped.data_extents().map_err(|error| refused(&error))?;
+                Some(
+                    touched
+                        + extents
+                            .iter()
+                            .map(|extent| extent.end - extent.start)
+                            .sum::<u64>(),
+                )
+            }
+            _ => None,
+        };
     }
     Ok(MemoryFinding {
-        direct_bytes: direct.0,
-        touched_bytes: touched.0,
-        streamed_bytes: streamed.0,
+        guest_bytes: memory.guest_total().0,
+        touched_bytes: touched,
+        device_bytes: memory.other_total().0,
         reserved_bytes: layout.hard_bound(DEVICE_STATE_BOUND).0,
     })
 }

@@ -1,9 +1,11 @@
-//! The RAM of a running QEMU, as somebody outside can reach it.
+//! The RAM of a running QEMU: its blocks, and how each can be had from outside.
 //!
 //! A memory backend names the file that its RAM is in. The name is not enough, nor is it needed: the file may have been
 //! replaced since QEMU opened it, and then a perfect image of the wrong memory would be sealed; and RAM that
-//! [`ram_home`](super::ram_home) made has no name any more. What counts is what QEMU's process has mapped, shared, in
-//! the length of the RAM block, and holds open.
+//! [`ram_home`](super::ram_home) made, or that is in a memfd, has no name. What counts is what QEMU's process has
+//! mapped, shared, in the length of the RAM block, and holds open.
+//!
+//! A survey refuses nothing: what can be made of it is [`engine`](super::engine)'s to say.
 
 use std::collections::HashMap;
 use std::fs::{self, File};
@@ -21,29 +23,41 @@ use crate::error::{Code, Failure};
 /// brings the state of its firmware.
 pub const DEVICE_STATE_BOUND: ByteCount = ByteCount(64 << 20);
 
+/// The kind of backend whose RAM is in a file with a name.
+pub const FILE_BACKEND: &str = "memory-backend-file";
+
+/// The kind of backend whose RAM is in a file without one.
+pub const MEMFD_BACKEND: &str = "memory-backend-memfd";
+
+/// What the kernel calls a memfd of that kind.
+const MEMFD_NAME: &str = "/memfd:memory-backend-memfd";
+
 /// The RAM blocks of a running QEMU.
 #[derive(Debug)]
 pub struct Memory {
     /// All blocks, in QEMU's order.
     pub blocks: Vec<BlockSize>,
-    /// Those that can be read from outside.
-    pub shared: Vec<SharedBlock>,
+    /// What is behind those that are the guest's memory; the others are ROMs, firmware tables, video memory.
+    pub backends: Vec<Backend>,
 }
 
-/// A RAM block in a file that we hold open.
+/// The memory backend behind a RAM block.
 #[derive(Debug)]
-pub struct SharedBlock {
-    /// The block's name, which is its backend's id.
-    pub name: String,
-    /// Its size.
+pub struct Backend {
+    /// Its id, which is the block's name.
+    pub id: String,
+    /// Its kind (`memory-backend-memfd`).
+    pub kind: String,
+    /// The block's size.
     pub length: ByteCount,
-    /// The file.
-    pub file: File,
+    /// Whether QEMU shares it with others.
+    pub shared: bool,
+    /// The file that it is in, held open, or why there is none that could be.
+    pub reach: Result<File, String>,
 }
 
 impl Memory {
-    /// Finds the RAM of the QEMU in process `pid`. Every backend has to be one that can be read from outside; the
-    /// error names the first that cannot.
+    /// Surveys the RAM of the QEMU in process `pid`.
     pub async fn of(client: &Client, pid: u32) -> Result<Self, Failure> {
         let listing: HumanReadableText = client.query(&command::x_query_ramblock {}).await?;
         let blocks: Vec<BlockSize> = listing
@@ -54,9 +68,9 @@ impl Memory {
                 length: ByteCount(block.used_bytes),
             })
             .collect();
-        let backends: Vec<MemoryBackend> = client.query(&command::query_memdev {}).await?;
-        let mut shared = Vec::new();
-        for backend in backends {
+        let found: Vec<MemoryBackend> = client.query(&command::query_memdev {}).await?;
+        let mut backends = Vec::new();
+        for backend in found {
             let Some(id) = backend.id else {
                 return Err(Failure::new(
                     Code::Refused,
@@ -65,83 +79,108 @@ impl Memory {
             };
             // A backend that no machine or DIMM uses has no block and nothing to save.
             if let Some(block) = blocks.iter().find(|block| block.name == id) {
-                shared.push(SharedBlock::open(client, pid, &id, block.length).await?);
+                backends.push(Backend::survey(client, pid, id, block.length).await?);
             }
         }
-        Ok(Self { blocks, shared })
+        if backends.is_empty() {
+            return Err(Failure::new(
+                Code::Refused,
+                "no RAM block of this machine is named like its memory backend; machine types before 4.0 are not supported",
+            ));
+        }
+        Ok(Self { blocks, backends })
     }
 
-    /// Whether `name` is read from outside.
-    pub fn is_shared(&self, name: &str) -> bool {
-        self.shared.iter().any(|block| block.name == name)
+    /// The backend behind the block `name`.
+    pub fn backend(&self, name: &str) -> Option<&Backend> {
+        self.backends.iter().find(|backend| backend.id == name)
     }
 
-    /// How much RAM is read from outside.
-    pub fn shared_total(&self) -> ByteCount {
-        ByteCount(self.shared.iter().map(|block| block.length.0).sum())
+    /// How much RAM is the guest's memory.
+    pub fn guest_total(&self) -> ByteCount {
+        self.backends.iter().map(|backend| backend.length).sum()
     }
 
-    /// How much RAM has to come through QEMU: ROMs, firmware tables, video memory.
-    pub fn streamed_total(&self) -> ByteCount {
-        ByteCount(
-            self.blocks
-                .iter()
-                .filter(|block| !self.is_shared(&block.name))
-                .map(|block| block.length.0)
-                .sum(),
-        )
+    /// How much RAM there is.
+    pub fn total(&self) -> ByteCount {
+        self.blocks.iter().map(|block| block.length).sum()
+    }
+
+    /// How much RAM is something else: ROMs, firmware tables, video memory.
+    pub fn other_total(&self) -> ByteCount {
+        self.blocks
+            .iter()
+            .filter(|block| self.backend(&block.name).is_none())
+            .map(|block| block.length)
+            .sum()
     }
 }
 
-impl SharedBlock {
-    async fn open(client: &Client, pid: u32, id: &str, length: ByteCount) -> Result<Self, Failure> {
+impl Backend {
+    async fn survey(client: &Client, pid: u32, id: String, length: ByteCount) -> Result<Self, Failure> {
         let path = format!("/objects/{id}");
         let kind = property(client, &path, "type")
             .await?
             .as_str()
             .unwrap_or_default()
             .to_owned();
-        let private = |why: String| {
-            Failure::new(
-                Code::Refused,
-                format!(
-                    "RAM block {id} cannot be saved by the direct engine: {why}; start the guest with `dormouse run`, \
-                     or with -object memory-backend-file,id={id},share=on,mem-path=FILE-ON-TMPFS"
-                ),
-            )
+        let shared = property(client, &path, "share").await? == serde_json::Value::Bool(true);
+        let reach = match kind.as_str() {
+            _ if !shared => Err(
+                "it is private to QEMU (share=off), as plain -m is, and RAM after a wake by map".to_owned(),
+            ),
+            FILE_BACKEND => reach_file(client, pid, &path, length).await?,
+            MEMFD_BACKEND => mapped_by(pid, Path::new(MEMFD_NAME), length),
+            kind => Err(format!("it is a {kind}, which has no file")),
         };
-        if kind != "memory-backend-file" {
-            return Err(private(format!("it is a {kind}, which has no file")));
-        }
-        if property(client, &path, "share").await? != serde_json::Value::Bool(true) {
-            return Err(private(
-                "it is private to QEMU (share=off), as after a wake with --mode map".to_owned(),
-            ));
-        }
-        // `offset` came with QEMU 8.1; an older QEMU has no offsets.
-        let offset = property(client, &path, "offset")
-            .await
-            .ok()
-            .and_then(|value| value.as_u64())
-            .unwrap_or(0);
-        if offset != 0 {
-            return Err(private(format!("it begins at offset {offset} of its file")));
-        }
-        let named = property(client, &path, "mem-path").await?;
-        let named = Path::new(named.as_str().unwrap_or_default());
-        let file = mapped_by(pid, named, length).map_err(private)?;
         Ok(Self {
-            name: id.to_owned(),
+            id,
+            kind,
             length,
-            file,
+            shared,
+            reach,
         })
     }
 
-    /// Whether the file is the one at `path`.
+    /// Whether its file is the one at `path`.
     pub fn is_at(&self, path: &Path) -> bool {
-        let ours = FileIdentity::of_open(&self.file);
+        let ours = self.reach.as_ref().ok().and_then(FileIdentity::of_open);
         ours.is_some() && ours == FileIdentity::at(path)
     }
+}
+
+async fn reach_file(
+    client: &Client,
+    pid: u32,
+    path: &str,
+    length: ByteCount,
+) -> Result<Result<File, String>, Failure> {
+    // `offset` came with QEMU 8.1; an older QEMU has no offsets.
+    let offset = property(client, path, "offset")
+        .await
+        .ok()
+        .and_then(|value| value.as_u64())
+        .unwrap_or(0);
+    if offset != 0 {
+        return Ok(Err(format!("it begins at offset {offset} of its file")));
+    }
+    let named = property(client, path, "mem-path").await?;
+    let named = Path::new(named.as_str().unwrap_or_default());
+    Ok(mapped_by(pid, named, length))
+}
+
+/// Whether the process has all of `file` mapped, shared. `None`: its mappings cannot be seen.
+pub fn is_mapped_by(pid: u32, file: &File) -> Option<bool> {
+    let maps = fs::read_to_string(format!("/proc/{pid}/maps")).ok()?;
+    let identity = FileIdentity::of_open(file)?;
+    let length = file.metadata().ok()?.len();
+    let mapped: u64 = maps
+        .lines()
+        .filter_map(shared_mapping)
+        .filter(|(found, ..)| *found == identity)
+        .map(|(_, bytes, _)| bytes)
+        .sum();
+    Some(mapped >= length)
 }
 
 /// Opens the file that the process has mapped shared in `length` altogether, and opened as `named`. Says why not.

@@ -3,10 +3,13 @@
 pub mod binary;
 pub mod blockers;
 pub mod command_line;
+pub mod cpr;
 pub mod diagnosis;
 pub mod disks;
+pub mod engine;
 pub mod file_identity;
 pub mod memory;
+pub mod migration_socket;
 pub mod monitor;
 pub mod options;
 pub mod process;

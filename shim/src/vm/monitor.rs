@@ -59,6 +59,34 @@ pub async fn wait_for_load_end(client: &Client, limit: Duration) -> Result<Migra
     wait_for_migration(client, limit, MigrationInfo::is_terminal).await
 }
 
+/// Does `work`, which QEMU takes part in once its migration goes on; a migration that has ended instead is why it never
+/// will. The migration has to have begun.
+pub async fn unless_migration_ends<T>(
+    client: &Client,
+    work: impl Future<Output = Result<T, Failure>>,
+) -> Result<T, Failure> {
+    let mut work = std::pin::pin!(work);
+    loop {
+        tokio::select! {
+            biased;
+            done = &mut work => return done,
+            () = tokio::time::sleep(POLL) => {}
+        }
+        let migration: MigrationInfo = client.query(&command::query_migrate {}).await?;
+        if migration.is_terminal() {
+            return Err(not_saved(migration));
+        }
+    }
+}
+
+/// Why a migration that ended without success did.
+pub fn not_saved(migration: MigrationInfo) -> Failure {
+    let why = migration
+        .error_desc
+        .unwrap_or_else(|| "it gives no reason".to_owned());
+    Failure::new(Code::Refused, format!("QEMU could not save the guest: {why}"))
+}
+
 async fn wait_for_migration(
     client: &Client,
     limit: Duration,
@@ -97,18 +125,47 @@ pub async fn pass_stream(client: &Client, name: &str) -> Result<UnixStream, Fail
     UnixStream::from_std(ours).map_err(local)
 }
 
+/// What would stand in the way of a migration in another mode than the one that is set. Sets it for the question and puts
+/// back what was found, also when nobody waits for the answer any more.
+pub async fn blocked_reasons_in(client: &Client, mode: &'static str) -> Result<Vec<String>, Failure> {
+    let client = client.clone();
+    let asked = tokio::spawn(async move {
+        let current = client.execute(&command::query_migrate_parameters {}).await?;
+        let set = async |mode: &Value| {
+            let change = json!({"mode": mode});
+            client.execute_raw("migrate-set-parameters", change).await
+        };
+        set(&json!(mode)).await?;
+        let migration = client.query::<_, MigrationInfo>(&command::query_migrate {}).await;
+        set(&current["mode"]).await?;
+        Ok(migration?.blocked_reasons.unwrap_or_default())
+    });
+    asked.await.unwrap_or_else(|error| {
+        Err(Failure::new(
+            Code::Internal,
+            format!("a question ended in panic: {error}"),
+        ))
+    })
+}
+
 /// Migration capabilities and parameters as they were found where a save needs others. They outlive every migration,
 /// so whoever changes them has to put them back.
 #[derive(Debug)]
 pub struct MigrationSettings {
     capabilities: Vec<Value>,
     parameters: Map<String, Value>,
+    needed: Map<String, Value>,
 }
 
 impl MigrationSettings {
     /// Finds what differs from what a save needs: exactly the capabilities in `wanted`, no bandwidth limit, no TLS, the
-    /// normal mode. Changes nothing.
-    pub async fn find(client: &Client, wanted: &[&str]) -> Result<Self, CommandError> {
+    /// normal mode, unless `parameters` say otherwise. Changes nothing.
+    pub async fn find(
+        client: &Client,
+        wanted: &[&str],
+        parameters: &[(&str, Value)],
+    ) -> Result<Self, CommandError> {
+        let needed = needed_parameters(parameters);
         // The names go back to QEMU as they came, so they are not read into types that may not know them.
         let capabilities = client.execute(&command::query_migrate_capabilities {}).await?;
         let differs = |capability: &&Value| {
@@ -116,11 +173,11 @@ impl MigrationSettings {
             (capability["state"] == json!(true)) != wanted.contains(&name)
         };
         let current = client.execute(&command::query_migrate_parameters {}).await?;
-        let parameters = needed_parameters()
-            .into_iter()
+        let parameters = needed
+            .iter()
             .filter_map(|(name, needed)| {
-                let found = current.get(&name)?;
-                (*found != needed).then(|| (name, found.clone()))
+                let found = current.get(name)?;
+                (found != needed).then(|| (name.clone(), found.clone()))
             })
             .collect();
         Ok(Self {
@@ -132,6 +189,7 @@ impl MigrationSettings {
                 .cloned()
                 .collect(),
             parameters,
+            needed,
         })
     }
 
@@ -142,9 +200,11 @@ impl MigrationSettings {
             json!({"capability": found["capability"], "state": !is_on})
         });
         set_capabilities(client, flipped.collect()).await?;
-        let needed = needed_parameters()
-            .into_iter()
-            .filter(|(name, _)| self.parameters.contains_key(name));
+        let needed = self
+            .needed
+            .iter()
+            .filter(|(name, _)| self.parameters.contains_key(*name))
+            .map(|(name, value)| (name.clone(), value.clone()));
         set_parameters(client, needed.collect()).await
     }
 
@@ -156,15 +216,16 @@ impl MigrationSettings {
     }
 }
 
-fn needed_parameters() -> Map<String, Value> {
-    let needed = [
+fn needed_parameters(more: &[(&str, Value)]) -> Map<String, Value> {
+    let always = [
         ("max-bandwidth", json!(0)),
         ("mode", json!("normal")),
         ("tls-creds", json!("")),
     ];
-    needed
-        .into_iter()
-        .map(|(name, value)| (name.to_owned(), value))
+    always
+        .iter()
+        .chain(more)
+        .map(|(name, value)| ((*name).to_owned(), value.clone()))
         .collect()
 }
 

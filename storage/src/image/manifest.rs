@@ -47,7 +47,8 @@ pub struct Manifest {
     /// How long each phase of the save took, in milliseconds, by the phase's name.
     #[serde(default)]
     pub timings_ms: BTreeMap<String, f64>,
-    /// How RAM came into the image: `"direct"`.
+    /// How RAM came into the image: `direct` (read from the guest's memory, which QEMU left out),
+    /// `direct-cpr` (read from memory that QEMU handed over), `stream` (sent by QEMU).
     pub engine: String,
 }
 

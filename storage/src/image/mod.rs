@@ -50,7 +50,7 @@ pub use key::{ImageKey, KEY_BYTES, KeyError};
 pub use layout::{BlockPlacement, BlockSize, Layout, LayoutError};
 pub use manifest::Manifest;
 pub use pages::Pages;
-pub use reader::{Image, Usage};
+pub use reader::{Image, Unmappable, Usage};
 pub use sealed::SealedImage;
 pub use state::ImageState;
 pub use superblock::FORMAT_VERSION;

@@ -26,6 +26,7 @@
 //! Their difference here is small: the number of the RAM section (2 in 7.2, 1 in 10.0 and later),
 //! and a switchover command before the RAM section's end from 10.0 on.
 
+mod cpr;
 mod cursor;
 mod devices;
 mod mapped_ram;
@@ -39,6 +40,7 @@ mod wire;
 
 use std::ops::Deref;
 
+pub use cpr::{CPR_STREAM_LIMIT, CprEntry, CprError, cpr_entries};
 pub use devices::{Device, DevicesError};
 pub(crate) use mapped_ram::{MappedBlock, MappedRam, ReadError};
 pub(crate) use multifd::MULTIFD_MAGIC;

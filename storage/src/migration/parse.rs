@@ -433,7 +433,7 @@ fn device_sections_bytes(tail: &[u8]) -> Result<usize, StreamError> {
     ends.next().map(|(at, _)| at).ok_or(StreamError::Cut)
 }
 
-fn limit(part: &'static str, length: u64, limit: ByteCount) -> Result<(), StreamError> {
+pub(super) fn limit(part: &'static str, length: u64, limit: ByteCount) -> Result<(), StreamError> {
     if length > limit.0 {
         return Err(StreamError::TooLong {
             part,

@@ -9,7 +9,8 @@ use dormouse_storage::exchange::{self, ElfOptions, ExportFormat, Registers};
 use dormouse_storage::{Image, ImageState};
 use serde_json::json;
 
-use super::watched;
+use super::{opened, watched};
+use crate::cli::KeyArguments;
 use crate::cli::report::Report;
 use crate::error::{Code, Failure};
 use crate::vm::command_line::CommandLine;
@@ -28,6 +29,8 @@ pub struct ExportArguments {
     /// Replace a file that is there already (an image of ours is never replaced)
     #[arg(long)]
     force: bool,
+    #[command(flatten)]
+    key: KeyArguments,
 }
 
 /// The formats, by their names in the command line.
@@ -47,14 +50,16 @@ pub async fn export(arguments: ExportArguments, report: &Report) -> Result<ExitC
         format,
         to,
         force,
+        key,
     } = arguments;
-    let image = Image::open(&path)?;
+    let image = opened(&path, &key)?;
     let wanted = match format {
         Format::MappedRam => ExportFormat::MappedRam,
         Format::Stream => ExportFormat::Stream,
         Format::Elf => ExportFormat::Elf(elf_options(&image)?),
     };
-    let (state, total, started) = (image.state(), image.layout().ram(), Instant::now());
+    let (state, was_encrypted) = (image.state(), image.is_encrypted());
+    let (total, started) = (image.layout().ram(), Instant::now());
     let exported = watched(report, "Exporting", total, {
         let to = to.clone();
         move |run| Ok(exchange::export(&image, &wanted, &to, force, run)?)
@@ -94,6 +99,9 @@ pub async fn export(arguments: ExportArguments, report: &Report) -> Result<ExitC
             "\nwithout {}: their addresses are not known",
             exported.left_out.join(", ")
         ));
+    }
+    if was_encrypted {
+        text.push_str("\nthe image is encrypted, this file is not");
     }
     if format != Format::Elf {
         text.push_str(&format!("\n{}", twice(state)));

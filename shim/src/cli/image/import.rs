@@ -7,10 +7,11 @@ use std::time::UNIX_EPOCH;
 use clap::Args;
 use dormouse_storage::exchange::{Imported, Source, StreamCompression};
 use dormouse_storage::image::manifest::{Backend, Disk, Guest, GuestState, Manifest, Qemu, RamBlock};
-use dormouse_storage::{ByteCount, CreateOptions, Image};
+use dormouse_storage::{ByteCount, Compression, CreateOptions, Image};
 use serde_json::json;
 
 use super::watched;
+use crate::cli::KeyArguments;
 use crate::cli::report::Report;
 use crate::cli::run::with_absolute_program;
 use crate::error::{Code, Failure};
@@ -33,6 +34,12 @@ pub struct ImportArguments {
     /// Replace an image that is there already, once the new one is complete
     #[arg(long)]
     replace: bool,
+    /// Compress RAM: none, auto (while the volume is what holds the writing up), zstd or zstd:LEVEL. A compressed
+    /// image cannot be mapped
+    #[arg(long, value_name = "HOW", default_value_t)]
+    compress: Compression,
+    #[command(flatten)]
+    key: KeyArguments,
     /// The QEMU command line that the guest was started with; without it the image cannot be woken
     #[arg(last = true, value_name = "QEMU")]
     qemu: Vec<String>,
@@ -76,17 +83,19 @@ pub async fn import(
     let target = std::path::absolute(&arguments.to)
         .map_err(|error| Failure::new(Code::Usage, format!("{}: {error}", arguments.to.display())))?;
     let imported = watched(report, "Importing", total, {
-        let (target, replace) = (target.clone(), arguments.replace);
+        let target = target.clone();
+        let options = CreateOptions {
+            replace: arguments.replace,
+            compression: arguments.compress,
+            key: arguments.key.read()?,
+            ..CreateOptions::default()
+        };
         move |run| {
             let staged = source.stage(&target, run)?;
             manifest.guest.state_when_saved = match source.libvirt() {
                 Some(header) if header.was_running => GuestState::Running,
                 Some(_) => GuestState::Paused,
                 None => staged.guest_state().unwrap_or(GuestState::Paused),
-            };
-            let options = CreateOptions {
-                replace,
-                ..CreateOptions::default()
             };
             Ok(staged.write(&target, options, &manifest, run)?)
         }
@@ -105,6 +114,7 @@ pub async fn import(
         "machine": machine,
         "name": name,
         "data_bytes": written.data.0,
+        "stored_bytes": written.stored.0,
         "zero_bytes": written.zero.0,
         "guest": image.manifest().guest.state_when_saved,
         "can_be_woken": can_be_woken,

@@ -46,7 +46,7 @@ pub fn inspect(path: &Path, report: &Report) -> Result<ExitCode, Failure> {
         "device_state_bytes": usage.device_state.0,
         "allocated_bytes": usage.allocated.0,
         "encrypted": image.is_encrypted(),
-        "mappable": image.is_mappable(),
+        "mappable": image.check_mappable().is_ok(),
         "blocks": blocks,
         "manifest": manifest,
     });
@@ -95,11 +95,10 @@ fn describe(image: &Image, usage: &Usage, held_by: Option<u32>) -> String {
             "{}{}{}",
             usage.allocated,
             if image.is_encrypted() { ", encrypted" } else { "" },
-            if image.is_mappable() {
-                ", can be mapped"
-            } else {
-                ""
-            },
+            match image.check_mappable() {
+                Ok(()) => ", can be mapped".to_owned(),
+                Err(why) => format!(", cannot be mapped: {why}"),
+            }
         ),
     );
     for disk in &manifest.disks {

@@ -10,15 +10,16 @@ mod inspect;
 mod list;
 mod verify;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use clap::{Args, Subcommand};
-use dormouse_storage::{ByteCount, Progress, Run, WORKER_THREADS};
+use dormouse_storage::{ByteCount, Image, Progress, Run, WORKER_THREADS};
 
+use super::KeyArguments;
 use super::report::Report;
 use crate::error::Failure;
 use crate::machine::effect::joined;
@@ -36,7 +37,7 @@ pub enum ImageVerb {
     /// Show what is in an image
     Inspect(ImageArguments),
     /// Read all of an image and check it
-    Verify(ImageArguments),
+    Verify(verify::VerifyArguments),
     /// Write what is in an image to a file that other tools read
     Export(export::ExportArguments),
     /// Make an image of memory that QEMU or libvirt saved
@@ -57,10 +58,19 @@ pub async fn image(verb: ImageVerb, state: &StateDir, report: &Report) -> Result
         ImageVerb::List(arguments) => list::list(arguments, report),
         ImageVerb::Discard(arguments) => discard::discard(arguments, report),
         ImageVerb::Inspect(arguments) => inspect::inspect(&arguments.path, report),
-        ImageVerb::Verify(arguments) => verify::verify(&arguments.path, report).await,
+        ImageVerb::Verify(arguments) => verify::verify(arguments, report).await,
         ImageVerb::Export(arguments) => export::export(arguments, report).await,
         ImageVerb::Import(arguments) => import::import(arguments, state, report).await,
     }
+}
+
+/// Opens an image, with its key if one was given.
+fn opened(path: &Path, key: &KeyArguments) -> Result<Image, Failure> {
+    let mut image = Image::open(path)?;
+    if let Some(key) = key.read()? {
+        image.unlock(&key)?;
+    }
+    Ok(image)
 }
 
 /// Does work that reads or writes much, beside the runtime: tells its progress, and ends it at a signal.

@@ -1,14 +1,17 @@
 //! Hibernation: a guest's memory and devices become an image, and QEMU ends.
 
+pub mod direct;
 pub mod machine;
 pub mod plan;
 pub mod runner;
+pub mod stream;
 
 use std::path::PathBuf;
 
-use dormouse_storage::ByteCount;
+use dormouse_storage::{Backend, ByteCount, Compression, ImageKey, VolumeKind};
 use uuid::Uuid;
 
+use crate::vm::engine::{Choice, Wish};
 use crate::vm::shape::Shape;
 
 /// What is asked for.
@@ -18,12 +21,38 @@ pub struct Request {
     pub target: PathBuf,
     /// Whether an image that is there already may be replaced.
     pub replace: bool,
+    /// How RAM gets into it.
+    pub engine: Wish,
+    /// Channels beside the main stream, where RAM comes from QEMU; `None`: as many as are good, 0: none.
+    pub channels: Option<u8>,
+    /// What the image is to be like.
+    pub image: ImageWish,
     /// The name of the VM, for the image's manifest.
     pub vm_name: String,
     /// QEMU's command line as the user gave it; `None`: take what QEMU's process shows.
     pub command_line: Option<Vec<String>>,
     /// What the machine was made of at its start; `None`: nobody noted it.
     pub shape: Option<Shape>,
+}
+
+/// What an image is to be like.
+#[derive(Debug, Clone, Default)]
+pub struct ImageWish {
+    /// Whether RAM is compressed.
+    pub compression: Compression,
+    /// The key that it is encrypted with, if it is.
+    pub key: Option<ImageKey>,
+    /// The most that is written in a second.
+    pub rate_limit: Option<ByteCount>,
+}
+
+/// What an image is written to, and how.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Storage {
+    /// A file or a block device.
+    pub kind: VolumeKind,
+    /// How RAM gets there.
+    pub backend: Backend,
 }
 
 /// What came of it.
@@ -33,8 +62,14 @@ pub struct Report {
     pub image: PathBuf,
     /// Its id.
     pub image_id: Uuid,
-    /// RAM that was written.
+    /// How RAM got into it.
+    pub choice: Choice,
+    /// What the image is on.
+    pub storage: Storage,
+    /// RAM that held something.
     pub data: ByteCount,
+    /// What was written for it.
+    pub stored: ByteCount,
     /// RAM that was zero and was not.
     pub zero: ByteCount,
     /// How long each phase took, in milliseconds, in order.

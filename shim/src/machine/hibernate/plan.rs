@@ -7,12 +7,13 @@ use std::path::{Path, PathBuf};
 use dormouse_qmp::view::machine::RunState;
 use dormouse_qmp::{Client, command};
 use dormouse_storage::image::manifest::{Disk, Qemu};
-use dormouse_storage::{ByteCount, Layout};
+use dormouse_storage::{ByteCount, Layout, Recording};
 use serde_json::Value;
 
 use super::Request;
 use crate::error::{Code, Failure, GuestState, sentence};
 use crate::vm::command_line::CommandLine;
+use crate::vm::engine::{self, Choice, Facts, Wish};
 use crate::vm::memory::{DEVICE_STATE_BOUND, Memory};
 use crate::vm::{binary, blockers, disks, monitor, process};
 
@@ -27,6 +28,8 @@ pub struct Plan {
     pub directory: PathBuf,
     /// Its RAM.
     pub memory: Memory,
+    /// How that gets into the image.
+    pub choice: Choice,
     /// Where everything will be in the image.
     pub layout: Layout,
     /// The machine type, resolved.
@@ -87,19 +90,18 @@ async fn examine(client: &Client, request: &Request, running: bool) -> Result<Pl
 
     check_target(&request.target, request.replace)?;
     let memory = Memory::of(client, pid).await?;
-    if memory.shared.is_empty() {
-        return Err(Failure::new(
-            Code::Refused,
-            "no RAM block of this machine is named like its memory backend; machine types before 4.0 are not supported",
-        ));
+    let mut facts = Facts::of(client, &memory).await?;
+    if request.engine != Wish::Stream {
+        facts.ask_about_handing_over(client).await?;
     }
-    if let Some(block) = memory.shared.iter().find(|block| block.is_at(&request.target)) {
+    let choice = engine::choose(request.engine, request.channels, &facts)?;
+    if let Some(block) = memory.backends.iter().find(|block| block.is_at(&request.target)) {
         return Err(Failure::new(
             Code::Refused,
             format!(
                 "{} is the guest's own RAM block {}",
                 request.target.display(),
-                block.name
+                block.id
             ),
         ));
     }
@@ -114,6 +116,7 @@ async fn examine(client: &Client, request: &Request, running: bool) -> Result<Pl
         pid,
         directory,
         memory,
+        choice,
         layout,
         machine: machine.strip_suffix("-machine").unwrap_or(&machine).to_owned(),
         main_ram: main_ram.and_then(|path| path.strip_prefix("/objects/").map(str::to_owned)),
@@ -127,8 +130,25 @@ impl Plan {
     /// The longest device stream that is read: small RAM blocks, as page records, and the devices.
     pub fn stream_bound(&self) -> ByteCount {
         // A page record has at most a name (256 bytes) beside its page; 1/8 covers headers of 512 bytes per page.
-        let streamed = self.memory.streamed_total().0;
+        let streamed = self.memory.other_total().0;
         ByteCount(streamed + streamed / 8 + DEVICE_STATE_BOUND.0)
+    }
+
+    /// QEMU has to list the blocks that were planned, in the lengths that they had.
+    pub fn check_blocks(&self, recording: &Recording) -> Result<(), Failure> {
+        for planned in self.layout.blocks() {
+            let found = recording.blocks().iter().find(|block| block.name == planned.name);
+            let why = match found {
+                Some(block) if block.used_length == planned.length => continue,
+                Some(block) => format!(
+                    "RAM block {} changed from {} to {}",
+                    planned.name, planned.length, block.used_length
+                ),
+                None => format!("QEMU's device state does not name RAM block {}", planned.name),
+            };
+            return Err(Failure::new(Code::Refused, why));
+        }
+        Ok(())
     }
 
     /// The disks now, for the manifest.
@@ -154,10 +174,8 @@ fn check_target(target: &Path, replace: bool) -> Result<(), Failure> {
         ));
     }
     match fs::metadata(target) {
-        Ok(found) if found.file_type().is_block_device() => Err(Failure::new(
-            Code::Refused,
-            format!("{} is a block device; images go to files yet", target.display()),
-        )),
+        // What is on a device is for the writer to judge.
+        Ok(found) if found.file_type().is_block_device() => Ok(()),
         Ok(found) if !found.is_file() => usage("is not a file"),
         Ok(_) if !replace => Err(Failure::new(
             Code::Refused,

@@ -5,39 +5,32 @@
 //!  effect ──► perform ──► outcome ──► machine.step ──► next effect
 //! ```
 
+use std::os::unix::net::UnixStream;
 use std::pin::pin;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use dormouse_qmp::view::machine::RunState;
-use dormouse_qmp::view::migration::MigrationStatus;
 use dormouse_qmp::{Client, Events, Heard, command};
 use dormouse_storage::image::manifest::{Backend, Guest, GuestState as SavedState, Manifest, RamBlock};
 use dormouse_storage::{
-    ByteCount, CreateOptions, GuestMemory, ImageWriter, MemoryWritten, Progress, Recording, Run, SealedImage,
-    WORKER_THREADS,
+    CreateOptions, ImageWriter, MemoryWritten, Progress, Recording, Run, SealedImage, WORKER_THREADS,
 };
-use tokio::io::AsyncReadExt;
-use tokio::net::UnixStream;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::Instant;
 use uuid::Uuid;
 
+use super::direct::{self, Source};
 use super::machine::{CancelAnswer, Effect, GiveBack, Input, Machine, Phase};
 use super::plan::{Plan, preflight};
-use super::{Report, Request};
+use super::{Report, Request, Storage, stream};
 use crate::error::{Code, Failure, GuestState, sentence};
 use crate::machine::effect::{blocking, joined, milliseconds, out_of_order};
 use crate::machine::interrupt::Interrupt;
+use crate::vm::engine::Choice;
 use crate::vm::memory::DEVICE_STATE_BOUND;
 use crate::vm::monitor::{self, MigrationSettings, wait_for_migration_end, wait_for_run_state};
 use crate::vm::process::ProcessEnd;
-
-/// The name under which QEMU gets its end of the socket for the device state.
-const STREAM_FD: &str = "dormouse-device-state";
-
-/// How long QEMU may take from the end of the stream to `completed`, and to let go of a cancelled migration.
-const MIGRATION_END_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// How long `stop` may take.
 const STOP_TIMEOUT: Duration = Duration::from_secs(600);
@@ -56,6 +49,10 @@ const QUIT_TIMEOUT: Duration = Duration::from_secs(60);
 pub struct Told {
     /// Where it is.
     pub phase: Phase,
+    /// How RAM gets into the image, once that is known.
+    pub choice: Option<Choice>,
+    /// What the image is on, once it is begun.
+    pub storage: Option<Storage>,
     /// How much RAM is dealt with; meaningful in `SavingMemory`.
     pub progress: Arc<Progress>,
 }
@@ -71,7 +68,7 @@ pub async fn hibernate(
     mut cancels: mpsc::Receiver<Cancel>,
 ) -> Result<Report, Failure> {
     let progress = Arc::clone(&told.borrow().progress);
-    let mut work = Work::new(client.clone(), request, progress);
+    let mut work = Work::new(client.clone(), request, progress, told.clone());
     let (mut machine, first) = Machine::begin();
     let mut next = Some(first);
     while let Some(effect) = next {
@@ -109,17 +106,28 @@ pub async fn hibernate(
     }
 }
 
+/// RAM on its way into the image.
+enum Incoming {
+    /// Memory to be read; the devices were recorded before.
+    Sources(Recording, Vec<Source>),
+    /// Connections that all of it comes over.
+    Connections(Vec<UnixStream>),
+}
+
 /// What one hibernation has in its hands.
 struct Work {
     client: Client,
     request: Request,
     progress: Arc<Progress>,
+    told: watch::Sender<Told>,
     interrupt: Interrupt,
     image_id: Uuid,
     plan: Option<Arc<Plan>>,
     writer: Option<ImageWriter>,
     settings: Option<MigrationSettings>,
     recording: Option<Recording>,
+    incoming: Option<Incoming>,
+    storage: Option<Storage>,
     written: MemoryWritten,
     sealed: Option<SealedImage>,
     /// Threads that write an image that nobody wants any more; they end when the storage lets them.
@@ -130,17 +138,20 @@ struct Work {
 }
 
 impl Work {
-    fn new(client: Client, request: Request, progress: Arc<Progress>) -> Self {
+    fn new(client: Client, request: Request, progress: Arc<Progress>, told: watch::Sender<Told>) -> Self {
         Self {
             client,
             request,
             progress,
+            told,
             interrupt: Interrupt::new(),
             image_id: Uuid::new_v4(),
             plan: None,
             writer: None,
             settings: None,
             recording: None,
+            incoming: None,
+            storage: None,
             written: MemoryWritten::default(),
             sealed: None,
             abandoned: None,
@@ -192,7 +203,9 @@ impl Work {
 
     async fn preflight(&mut self) -> Result<(), Failure> {
         let plan = preflight(&self.client, &self.request).await?;
-        self.progress.expect(plan.memory.shared_total());
+        self.progress.expect(plan.memory.guest_total());
+        self.told
+            .send_modify(|told| told.choice = Some(plan.choice.clone()));
         self.plan = Some(Arc::new(plan));
         Ok(())
     }
@@ -200,19 +213,32 @@ impl Work {
     async fn reserve(&mut self) -> Result<(), Failure> {
         let plan = self.plan()?;
         let (target, replace, image_id) = (self.request.target.clone(), self.request.replace, self.image_id);
+        let image = self.request.image.clone();
         let writer = blocking(move || {
             let options = CreateOptions {
                 replace,
                 image_id,
-                ..CreateOptions::default()
+                backend: None,
+                compression: image.compression,
+                key: image.key,
+                rate_limit: image.rate_limit,
             };
             let mut writer = ImageWriter::create(&target, plan.layout.clone(), options)?;
             writer.reserve(DEVICE_STATE_BOUND)?;
             Ok(writer)
         })
         .await?;
+        self.note_storage(&writer);
         self.writer = Some(writer);
         Ok(())
+    }
+
+    fn note_storage(&mut self, writer: &ImageWriter) {
+        self.storage = Some(Storage {
+            kind: writer.kind(),
+            backend: writer.backend(),
+        });
+        self.told.send_modify(|told| told.storage = self.storage);
     }
 
     async fn pause(&mut self, was_running: bool) -> Result<(), Failure> {
@@ -229,52 +255,40 @@ impl Work {
         Ok(())
     }
 
-    /// Has QEMU migrate its devices into a socket pair, of which we hold the other end.
+    /// Has QEMU send its devices, and learns where the memory is, or gets the connections that it will come over.
     async fn save_devices(&mut self) -> Result<(), Failure> {
         let plan = self.plan()?;
-        // Known before they are changed, so that an interrupt at any point leaves something to put back.
-        let settings = MigrationSettings::find(&self.client, &["events", "x-ignore-shared"]).await?;
-        self.settings.insert(settings).apply(&self.client).await?;
-        let mut stream = monitor::pass_stream(&self.client, STREAM_FD).await?;
-        let uri = Some(format!("fd:{STREAM_FD}"));
-        self.client
-            .execute(&command::migrate {
-                uri,
-                channels: None,
-                detach: None,
-                resume: None,
-            })
-            .await?;
-        let bytes = read_to_bound(&mut stream, plan.stream_bound()).await?;
-        let migration = wait_for_migration_end(&self.client, MIGRATION_END_TIMEOUT).await?;
-        if migration.status != Some(MigrationStatus::Completed) {
-            let why = migration
-                .error_desc
-                .unwrap_or_else(|| "QEMU gives no reason".to_owned());
-            return Err(Failure::new(
-                Code::Refused,
-                format!("QEMU could not save its devices: {why}"),
-            ));
-        }
-        wait_for_run_state(&self.client, "postmigrate", |state| {
-            *state == RunState::Postmigrate
-        })
-        .await?;
-        let recording = Recording::parse(&bytes).map_err(|error| {
-            Failure::new(
-                Code::Internal,
-                format!("cannot read QEMU's device state: {}", sentence(&error)),
-            )
-        })?;
-        check_recording(&recording, &plan)?;
-        self.recording = Some(recording);
+        self.incoming = match plan.choice.channels {
+            None => {
+                self.set(direct::find_settings(&self.client, &plan).await?)
+                    .await?;
+                let (recording, sources) = direct::record(&self.client, &plan).await?;
+                self.progress
+                    .expect(sources.iter().map(|source| source.length).sum());
+                Some(Incoming::Sources(recording, sources))
+            }
+            Some(channels) => {
+                self.set(stream::find_settings(&self.client, channels).await?)
+                    .await?;
+                let connections = stream::open(&self.client, &plan, channels).await?;
+                self.progress.expect(plan.memory.total());
+                Some(Incoming::Connections(connections))
+            }
+        };
         Ok(())
+    }
+
+    /// Sets what a save needs. What was found is known before anything is changed, so that an interrupt at any point
+    /// leaves something to put back.
+    async fn set(&mut self, settings: MigrationSettings) -> Result<(), Failure> {
+        Ok(self.settings.insert(settings).apply(&self.client).await?)
     }
 
     async fn save_memory(&mut self) -> Result<(), Failure> {
         let plan = self.plan()?;
         let mut writer = self.writer.take().ok_or_else(out_of_order)?;
-        let recording = self.recording.take().ok_or_else(out_of_order)?;
+        let incoming = self.incoming.take().ok_or_else(out_of_order)?;
+        let is_stream = matches!(incoming, Incoming::Connections(_));
         let (progress, interrupt) = (Arc::clone(&self.progress), self.interrupt.clone());
         let mut task = tokio::task::spawn_blocking(move || {
             let run = Run {
@@ -282,8 +296,14 @@ impl Work {
                 progress: &progress,
                 cancelled: interrupt.flag(),
             };
-            let written = write_memory(&mut writer, &plan, &run)?;
-            writer.write_pages(&recording, &run)?;
+            let (recording, written) = match incoming {
+                Incoming::Sources(recording, sources) => {
+                    let written = direct::write_memory(&mut writer, sources, &run)?;
+                    writer.write_pages(&recording, &run)?;
+                    (recording, written)
+                }
+                Incoming::Connections(connections) => stream::write_memory(&mut writer, connections, &run)?,
+            };
             Ok((writer, recording, written))
         });
         let outcome = self.interrupt.or(joined(&mut task)).await;
@@ -291,7 +311,16 @@ impl Work {
             // The guest does not wait for storage that hangs: the threads only read its memory.
             self.abandoned = Some(tokio::spawn(async { drop(task.await) }));
         }
-        let (writer, recording, written) = outcome?;
+        let (writer, recording, written) = match outcome {
+            Err(failure) if is_stream => return Err(stream::reason(&self.client, failure).await),
+            outcome => outcome?,
+        };
+        if is_stream {
+            self.interrupt.or(stream::settle(&self.client)).await?;
+            plan.check_blocks(&recording)?;
+        }
+        // A file system can refuse what it allowed at first.
+        self.note_storage(&writer);
         (self.writer, self.recording, self.written) = (Some(writer), Some(recording), written);
         Ok(())
     }
@@ -406,7 +435,7 @@ impl Work {
         // A descriptor that QEMU did not use stays open in it for ever. Once used it is gone, and this fails.
         let _ = client
             .execute(&command::closefd {
-                fdname: STREAM_FD.to_owned(),
+                fdname: direct::STREAM_FD.to_owned(),
             })
             .await;
         match self.settings.take() {
@@ -452,7 +481,6 @@ impl Work {
 
     async fn manifest(&self, was_running: bool) -> Result<Manifest, Failure> {
         let plan = self.plan()?;
-        let shared = |name: &str| plan.memory.is_shared(name);
         Ok(Manifest {
             created_unix_ms: SystemTime::now()
                 .duration_since(UNIX_EPOCH)
@@ -471,9 +499,9 @@ impl Work {
                 .map(|block| RamBlock {
                     name: block.name.clone(),
                     length_bytes: block.length.0,
-                    backend: shared(&block.name).then(|| Backend {
-                        id: block.name.clone(),
-                        kind: "memory-backend-file".to_owned(),
+                    backend: plan.memory.backend(&block.name).map(|backend| Backend {
+                        id: backend.id.clone(),
+                        kind: backend.kind.clone(),
                     }),
                 })
                 .collect(),
@@ -492,7 +520,7 @@ impl Work {
                 .iter()
                 .map(|(phase, elapsed)| (format!("{phase:?}"), *elapsed))
                 .collect(),
-            engine: "direct".to_owned(),
+            engine: plan.choice.engine.name().to_owned(),
         })
     }
 
@@ -502,9 +530,12 @@ impl Work {
 
     fn report(self) -> Result<Report, Failure> {
         Ok(Report {
+            choice: self.plan()?.choice.clone(),
             image: self.request.target,
             image_id: self.image_id,
+            storage: self.storage.ok_or_else(out_of_order)?,
             data: self.written.data,
+            stored: self.written.stored,
             zero: self.written.zero,
             timings_ms: self.timings_ms,
             pause_ms: self.pause_ms,
@@ -522,87 +553,4 @@ fn still_stopped(state: &RunState) -> Result<(), Failure> {
         Code::Refused,
         format!("somebody else changed the guest's run state to {state} while its memory was being saved"),
     ))
-}
-
-/// The memory that we read ourselves, block by block.
-fn write_memory(writer: &mut ImageWriter, plan: &Plan, run: &Run<'_>) -> Result<MemoryWritten, Failure> {
-    let mut written = MemoryWritten::default();
-    for block in &plan.memory.shared {
-        let file = block.file.try_clone().map_err(|error| {
-            Failure::new(
-                Code::Internal,
-                format!("cannot hold RAM block {}: {error}", block.name),
-            )
-        })?;
-        let memory = GuestMemory::map(file, block.length).map_err(|error| {
-            Failure::new(
-                Code::StorageIo,
-                format!("cannot map RAM block {}: {}", block.name, sentence(&error)),
-            )
-        })?;
-        let part = writer.write_memory(&block.name, &memory, run)?;
-        written.data += part.data;
-        written.zero += part.zero;
-    }
-    Ok(written)
-}
-
-/// Reads until the end. More than `bound` means that QEMU streams RAM that we meant to read ourselves.
-async fn read_to_bound(stream: &mut UnixStream, bound: ByteCount) -> Result<Vec<u8>, Failure> {
-    let mut bytes = Vec::new();
-    stream
-        .take(bound.0 + 1)
-        .read_to_end(&mut bytes)
-        .await
-        .map_err(|error| {
-            Failure::new(
-                Code::Unreachable,
-                format!("QEMU's device state broke off: {error}"),
-            )
-        })?;
-    if bytes.len() as u64 > bound.0 {
-        return Err(Failure::new(
-            Code::Refused,
-            format!("QEMU sends more than {bound} of device state; it does not leave out the shared RAM"),
-        ));
-    }
-    Ok(bytes)
-}
-
-/// The stream must name the blocks that were planned and carry no page of those that we read ourselves.
-fn check_recording(recording: &Recording, plan: &Plan) -> Result<(), Failure> {
-    let blocks = recording.blocks();
-    for planned in plan.layout.blocks() {
-        match blocks.iter().find(|block| block.name == planned.name) {
-            Some(block) if block.used_length == planned.length => {}
-            Some(block) => {
-                return Err(Failure::new(
-                    Code::Refused,
-                    format!(
-                        "RAM block {} changed from {} to {}",
-                        planned.name, planned.length, block.used_length
-                    ),
-                ));
-            }
-            None => {
-                return Err(Failure::new(
-                    Code::Refused,
-                    format!("QEMU's device state does not name RAM block {}", planned.name),
-                ));
-            }
-        }
-    }
-    if let Some(page) = recording
-        .pages()
-        .find(|page| plan.memory.is_shared(&blocks[page.block].name))
-    {
-        return Err(Failure::new(
-            Code::Refused,
-            format!(
-                "QEMU streams RAM block {} although it is shared",
-                blocks[page.block].name
-            ),
-        ));
-    }
-    Ok(())
 }

@@ -1,0 +1,397 @@
+//! Whatever way RAM takes into the image, the guest comes back with every byte; and a guest that somebody else started
+//! is saved the way that its memory allows.
+
+use std::{
+    fs,
+    io::{BufRead, BufReader},
+    path::PathBuf,
+};
+
+use dormouse_tests::{BootSectorGuest, Guest, Outcome, PlainQemu, QemuBuild, Scene, Supervisor, faults};
+use rustix::process::Pid;
+use serde_json::{Value, json};
+
+const REFUSED: i32 = 3;
+const UNREACHABLE: i32 = 4;
+const CANCELLED: i32 = 6;
+
+/// Memory in a memfd, which QEMU 10.0 can hand over, and all else that it must be able to hand over.
+const MEMFD_AND_AUX: [&str; 4] = [
+    "-object",
+    "memory-backend-memfd,id=m0,size=64M,share=on",
+    "-machine",
+    "memory-backend=m0,aux-ram-share=on",
+];
+
+const MEMFD: [&str; 4] = [
+    "-object",
+    "memory-backend-memfd,id=m0,size=64M",
+    "-machine",
+    "memory-backend=m0",
+];
+
+/// A guest that runs under a QEMU that somebody else started.
+struct Foreign {
+    scene: Scene,
+    _qemu: PlainQemu,
+}
+
+impl Foreign {
+    /// Starts the guest with these arguments beside its own, and with a monitor for Dormouse.
+    fn start(build: QemuBuild, arguments: &[&str]) -> Self {
+        Self::start_with_ram(build, 64, arguments)
+    }
+
+    fn start_with_ram(build: QemuBuild, ram_mib: u64, arguments: &[&str]) -> Self {
+        let mut scene = Scene::with_ram(build, ram_mib);
+        scene.dormouse = scene.dormouse.with_modules_of(build);
+        let monitor = format!("unix:{},server=on,wait=off", socket(&scene).display());
+        let mut all = vec!["-qmp", &monitor];
+        all.extend(arguments);
+        let qemu = PlainQemu::start_with(&scene.guest, &all);
+        scene.guest.wait_for_ticks(20);
+        fs::create_dir(scene.lab.path("images")).expect("a folder can be made");
+        Self { scene, _qemu: qemu }
+    }
+
+    fn hibernate(&self, options: &[&str]) -> Outcome {
+        let scene = &self.scene;
+        let hibernating = scene
+            .dormouse
+            .start_hibernating_by_monitor(&socket(scene), &image(scene), options);
+        scene.dormouse.finish(hibernating)
+    }
+
+    /// Hibernates a guest that takes a while to be saved, and does something in the middle of it; returns the exit code
+    /// and the error.
+    fn disturbed(&self, options: &[&str], disturb: impl FnOnce(&Self, Pid)) -> (Option<i32>, Value) {
+        let scene = &self.scene;
+        faults::fill_memory(scene.lab.only_qemu(), 64, 1024);
+        let mut hibernating =
+            scene
+                .dormouse
+                .start_hibernating_by_monitor(&socket(scene), &image(scene), options);
+        let client = Pid::from_child(&hibernating);
+        let output = hibernating.stdout.take().expect("its output is ours");
+        let mut lines = BufReader::new(output).lines().map_while(Result::ok);
+        let met = lines.find(|line| {
+            let line: Value = serde_json::from_str(line).unwrap_or_default();
+            line["phase"] == "SavingMemory" && line["bytes"] != line["total"]
+        });
+        assert!(met.is_some(), "it was too fast to have a middle");
+        disturb(self, client);
+        let last = lines.last().unwrap_or_default();
+        let last: Value = serde_json::from_str(&last).unwrap_or_default();
+        let code = scene.dormouse.finish(hibernating).exit_code();
+        (code, last["error"].clone())
+    }
+
+    fn expect_no_image(&self) {
+        let images = faults::files_in(&self.scene.lab.path("images"));
+        assert_eq!(images, Vec::<String>::new());
+    }
+
+    /// Pauses the guest, hibernates it, wakes it, and compares all of its memory; the guest then counts on. Returns what
+    /// the hibernation told.
+    fn keeps_every_byte(&self, options: &[&str], mode: &str) -> (Value, Supervisor) {
+        let before = self.memory("before");
+        let hibernated = self.hibernate(options).expect_success().result();
+        self.scene.lab.wait_for_no_qemu();
+        let woken = self.wakes_with(&before, mode);
+        (hibernated, woken)
+    }
+
+    /// Wakes the guest and compares its memory with what it was.
+    fn wakes_with(&self, before: &[u8], mode: &str) -> Supervisor {
+        let Scene { dormouse, guest, .. } = &self.scene;
+        dormouse
+            .image("verify", &image(&self.scene), &[])
+            .expect_success();
+        let woken = dormouse.wake("guest", &image(&self.scene), &["--mode", mode, "--paused"]);
+        let after = self.memory("after");
+        let first_difference = before.iter().zip(&after).position(|(a, b)| a != b);
+        assert_eq!(
+            (before.len(), first_difference),
+            (after.len(), None),
+            "sizes and first difference of the memory before and after"
+        );
+        let ticks = guest.counters().len();
+        guest.monitor().cont();
+        guest.wait_for_ticks(ticks + 1);
+        assert!(guest.counters()[ticks] >= BootSectorGuest::counter_in(before));
+        guest.wait_for_more_ticks();
+        woken
+    }
+
+    /// The memory of the guest, which is paused for it.
+    fn memory(&self, name: &str) -> Vec<u8> {
+        let Scene { guest, lab, .. } = &self.scene;
+        let mut monitor = guest.monitor();
+        if monitor.status() == "running" {
+            monitor.stop();
+        }
+        monitor.wait_for_status("paused");
+        monitor.memory(guest.ram_bytes(), &lab.path(name))
+    }
+
+    /// Capabilities and parameters of migrations.
+    fn settings(&self) -> (Value, Value) {
+        let mut monitor = self.scene.guest.monitor();
+        (
+            monitor.execute("query-migrate-capabilities", json!({})),
+            monitor.execute("query-migrate-parameters", json!({})),
+        )
+    }
+}
+
+fn socket(scene: &Scene) -> PathBuf {
+    scene.lab.path("foreign.sock")
+}
+
+fn image(scene: &Scene) -> PathBuf {
+    scene.lab.path("images/guest.image")
+}
+
+/// The error object of a refusal after which the guest runs on, set as it was.
+fn expect_refusal(foreign: &Foreign, options: &[&str]) -> String {
+    let before = foreign.settings();
+    let outcome = foreign.hibernate(options).expect_exit(REFUSED);
+    let error = outcome.result()["error"].clone();
+    assert_eq!(error["guest"], "running", "{error}");
+    foreign.scene.guest.wait_for_more_ticks();
+    assert_eq!(foreign.settings(), before);
+    error["message"].to_string()
+}
+
+#[test]
+fn memory_in_a_memfd_is_handed_over_by_qemu_10_0() {
+    memory_in_a_memfd_is_handed_over(QemuBuild::V10_0);
+}
+
+#[test]
+fn memory_in_a_memfd_is_handed_over_by_qemu_11_1() {
+    memory_in_a_memfd_is_handed_over(QemuBuild::V11_1);
+}
+
+fn memory_in_a_memfd_is_handed_over(build: QemuBuild) {
+    let foreign = Foreign::start(build, &MEMFD_AND_AUX);
+    let (hibernated, _woken) = foreign.keeps_every_byte(&[], "eager");
+    assert_eq!(hibernated["engine"], "direct-cpr", "{hibernated:#}");
+    assert!(
+        hibernated["passed_over"].to_string().contains("8.1"),
+        "{hibernated:#}"
+    );
+    // What was in a memfd is in a shared file now, and is left out by QEMU.
+    let again = foreign.scene.lab.path("images/again.image");
+    let hibernated = foreign.scene.dormouse.hibernate("guest", &again).expect_success();
+    assert_eq!(hibernated.result()["engine"], "direct");
+}
+
+#[test]
+fn memory_in_a_memfd_is_read_beside_qemu_7_2() {
+    let foreign = Foreign::start(QemuBuild::V7_2, &MEMFD);
+    let (hibernated, _woken) = foreign.keeps_every_byte(&[], "eager");
+    assert_eq!(hibernated["engine"], "direct", "{hibernated:#}");
+}
+
+#[test]
+fn a_running_guest_is_handed_over_and_counts_on() {
+    for build in [QemuBuild::V10_0, QemuBuild::V11_1] {
+        let foreign = Foreign::start(build, &MEMFD_AND_AUX);
+        foreign.hibernate(&[]).expect_success();
+        foreign.scene.lab.wait_for_no_qemu();
+        let printed = foreign.scene.guest.last_counter();
+        let _woken = foreign.scene.dormouse.wake("guest", &image(&foreign.scene), &[]);
+        assert!(foreign.scene.guest.wait_for_more_ticks() > printed);
+    }
+}
+
+#[test]
+fn all_memory_of_a_machine_with_a_dimm_and_video_is_handed_over() {
+    for build in [QemuBuild::V10_0, QemuBuild::V11_1] {
+        let foreign = Foreign::start(
+            build,
+            &[
+                "-m",
+                "64,slots=2,maxmem=1G",
+                "-vga",
+                "std",
+                "-object",
+                "memory-backend-ram,id=m0,size=64M,share=on",
+                "-object",
+                "memory-backend-memfd,id=dimm,size=64M,share=on",
+                "-device",
+                "pc-dimm,memdev=dimm",
+                "-machine",
+                "memory-backend=m0,aux-ram-share=on",
+            ],
+        );
+        let (hibernated, _woken) = foreign.keeps_every_byte(&[], "eager");
+        assert_eq!(hibernated["engine"], "direct-cpr", "{hibernated:#}");
+    }
+}
+
+#[test]
+fn two_nodes_of_one_size_keep_their_own_memory() {
+    for build in [QemuBuild::V10_0, QemuBuild::V11_1] {
+        let foreign = Foreign::start(
+            build,
+            &[
+                "-object",
+                "memory-backend-memfd,id=n0,size=32M",
+                "-object",
+                "memory-backend-memfd,id=n1,size=32M",
+                "-numa",
+                "node,memdev=n0",
+                "-numa",
+                "node,memdev=n1",
+                "-machine",
+                "aux-ram-share=on",
+            ],
+        );
+        foreign.keeps_every_byte(&["--engine", "direct"], "eager");
+    }
+}
+
+#[test]
+fn an_engine_that_cannot_be_is_refused_with_its_reason_and_what_would_help() {
+    for (build, memory, words) in [
+        (
+            QemuBuild::V7_2,
+            &[][..],
+            &["private to QEMU", "dormouse run", "came with QEMU 10.0"][..],
+        ),
+        (
+            QemuBuild::V10_0,
+            &MEMFD,
+            &["since QEMU 8.1", "without aux-ram-share=on"],
+        ),
+        (
+            QemuBuild::V11_1,
+            &["-machine", "aux-ram-share=on"],
+            &["private to QEMU"],
+        ),
+    ] {
+        let foreign = Foreign::start(build, memory);
+        let message = expect_refusal(&foreign, &["--engine", "direct"]);
+        for word in words {
+            assert!(message.contains(word), "{word:?} is not in {message}");
+        }
+    }
+}
+
+/// As much memory as it takes to meet a middle, handed over.
+const LARGE_MEMFD_AND_AUX: [&str; 4] = [
+    "-object",
+    "memory-backend-memfd,id=m0,size=1200M",
+    "-machine",
+    "memory-backend=m0,aux-ram-share=on",
+];
+
+#[test]
+fn a_guest_whose_memory_was_handed_over_is_given_back_on_a_ctrl_c() {
+    for build in [QemuBuild::V10_0, QemuBuild::V11_1] {
+        let foreign = Foreign::start_with_ram(build, 1200, &LARGE_MEMFD_AND_AUX);
+        let settings = foreign.settings();
+        let (code, error) = foreign.disturbed(&[], |_, client| faults::interrupt(client));
+        assert_eq!(
+            (code, &error["guest"]),
+            (Some(CANCELLED), &json!("running")),
+            "{error}"
+        );
+        foreign.scene.guest.wait_for_more_ticks();
+        foreign.expect_no_image();
+        assert_eq!(foreign.settings(), settings);
+        // And nothing of it stands in the way of the next try.
+        let hibernated = foreign.hibernate(&[]).expect_success().result();
+        assert_eq!(hibernated["engine"], "direct-cpr");
+    }
+}
+
+#[test]
+fn a_guest_that_somebody_runs_while_its_handed_over_memory_is_written_has_no_image() {
+    let foreign = Foreign::start_with_ram(QemuBuild::V10_0, 1200, &LARGE_MEMFD_AND_AUX);
+    let settings = foreign.settings();
+    let (code, error) = foreign.disturbed(&[], |foreign, _| foreign.scene.guest.monitor().cont());
+    assert_eq!(
+        (code, &error["guest"]),
+        (Some(REFUSED), &json!("running")),
+        "{error}"
+    );
+    foreign.scene.guest.wait_for_more_ticks();
+    foreign.expect_no_image();
+    assert_eq!(foreign.settings(), settings);
+}
+
+#[test]
+fn a_qemu_that_is_killed_while_its_handed_over_memory_is_written_leaves_no_image() {
+    let foreign = Foreign::start_with_ram(QemuBuild::V11_1, 1200, &LARGE_MEMFD_AND_AUX);
+    let (code, error) = foreign.disturbed(&[], |foreign, _| {
+        faults::kill(foreign.scene.lab.only_qemu());
+    });
+    assert_eq!(code, Some(UNREACHABLE), "{error}");
+    foreign.expect_no_image();
+}
+
+#[test]
+fn private_memory_comes_by_a_stream_from_qemu_7_2() {
+    private_memory_comes_by_a_stream(QemuBuild::V7_2);
+}
+
+#[test]
+fn private_memory_comes_by_a_stream_from_qemu_10_0() {
+    private_memory_comes_by_a_stream(QemuBuild::V10_0);
+}
+
+#[test]
+fn private_memory_comes_by_a_stream_from_qemu_11_1() {
+    private_memory_comes_by_a_stream(QemuBuild::V11_1);
+}
+
+fn private_memory_comes_by_a_stream(build: QemuBuild) {
+    let mode = if build.maps_images() { "map" } else { "eager" };
+    for (options, channels) in [
+        (&[][..], 2),
+        (&["--channels", "0"], 0),
+        (&["--engine", "stream", "--channels", "5"], 5),
+    ] {
+        let foreign = Foreign::start(build, &["-vga", "std"]);
+        let (hibernated, _woken) = foreign.keeps_every_byte(options, mode);
+        assert_eq!(
+            (&hibernated["engine"], &hibernated["channels"]),
+            (&json!("stream"), &json!(channels)),
+            "{hibernated:#}"
+        );
+    }
+}
+
+#[test]
+fn a_guest_that_was_woken_by_map_sleeps_again_and_again() {
+    for build in [QemuBuild::V10_0, QemuBuild::V11_1] {
+        let foreign = Foreign::start(build, &[]);
+        let Scene {
+            dormouse, guest, lab, ..
+        } = &foreign.scene;
+        let (_, mut woken) = foreign.keeps_every_byte(&[], "map");
+        for number in 0..2 {
+            let before = foreign.memory("before");
+            guest.monitor().cont();
+            fs::remove_file(image(&foreign.scene)).ok();
+            guest.monitor().stop();
+            let before = if number == 0 {
+                before
+            } else {
+                foreign.memory("before")
+            };
+            drop(before);
+            let before = foreign.memory("before");
+            let next = lab.path("images/next.image");
+            let hibernated = dormouse.hibernate("guest", &next).expect_success();
+            assert_eq!(hibernated.result()["engine"], "stream");
+            woken.wait_for_end();
+            lab.wait_for_no_qemu();
+            fs::rename(&next, image(&foreign.scene)).unwrap();
+            woken = foreign.wakes_with(&before, "map");
+        }
+    }
+}

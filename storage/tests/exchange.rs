@@ -15,7 +15,8 @@ use dormouse_storage::exchange::{
 };
 use dormouse_storage::image::manifest::Backend;
 use dormouse_storage::{
-    CreateOptions, Image, ImageError, ImageState, Manifest, Progress, Recording, Run, StreamError,
+    CreateOptions, Image, ImageError, ImageKey, ImageState, ImageWriter, Manifest, Progress, Recording, Run,
+    StreamError,
 };
 use fixture::{Laboratory, MIB, PAGE, Stream, flip_bit, noise, read_all, working};
 use proptest::prelude::*;
@@ -535,4 +536,39 @@ proptest! {
             let _ = recording.devices();
         }
     }
+}
+
+#[test]
+fn a_compressed_and_encrypted_image_is_exported_in_the_clear_with_its_key_alone() {
+    let laboratory = Laboratory::new();
+    let plain = contents(&laboratory, &laboratory.image());
+    let target = laboratory.folder.path().join("secret");
+    let key = ImageKey::from_file_content(&[7; 32]).unwrap();
+    let options = CreateOptions {
+        compression: "zstd".parse().unwrap(),
+        key: Some(key.clone()),
+        ..CreateOptions::default()
+    };
+    let writer = ImageWriter::create(&target, laboratory.layout(), options).unwrap();
+    let writer = laboratory.write(writer).unwrap();
+    drop(
+        writer
+            .seal(&laboratory.manifest(), &laboratory.recording())
+            .unwrap(),
+    );
+    let mut image = Image::open(&target).unwrap();
+    let names = laboratory.names();
+    let out = laboratory.folder.path().join("out");
+    for format in [ExportFormat::Stream, ExportFormat::MappedRam, elf()] {
+        let error = exported(&image, &format, &out).unwrap_err();
+        assert!(
+            matches!(error, ExportError::Image(ImageError::KeyNeeded { .. })),
+            "{error:?}"
+        );
+        assert_eq!(laboratory.names(), names);
+    }
+    image.unlock(&key).unwrap();
+    assert!(contents(&laboratory, &image) == plain);
+    exported(&image, &ExportFormat::MappedRam, &out).unwrap();
+    assert!(contents(&laboratory, &imported(&laboratory, &out).unwrap()) == plain);
 }

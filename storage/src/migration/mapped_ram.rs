@@ -59,7 +59,16 @@ impl MappedBlock {
     }
 }
 
-/// All of a mapped-ram file but the bitmaps and the pages.
+/// A mapped-ram file that was read, without bitmaps and pages.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct MappedFile {
+    /// The blocks, in the stream's order.
+    pub(crate) blocks: Vec<MappedBlock>,
+    /// The same stream in its plain form without pages, for [`Recording::parse`].
+    pub(crate) plain: Vec<u8>,
+}
+
+/// A mapped-ram file to be written: all but the bitmaps and the pages.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct MappedRam {
     /// The blocks, in the stream's order.
@@ -112,12 +121,12 @@ impl MappedRam {
         pieces.push((start, piece));
         Ok(Self { blocks, pieces })
     }
+}
 
-    /// Reads all but bitmaps and pages from a file in which the stream begins at `start`: the blocks,
-    /// and the same stream in its plain form without pages, for [`Recording::parse`].
-    ///
-    /// `None`: this is a stream, but not of this form.
-    pub(crate) fn read(file: &File, start: u64) -> Result<Option<(Vec<MappedBlock>, Vec<u8>)>, ReadError> {
+impl MappedFile {
+    /// Reads all but bitmaps and pages from a file in which the stream begins at `start`. `None`: this is
+    /// a stream, but not of this form.
+    pub(crate) fn read(file: &File, start: u64) -> Result<Option<Self>, ReadError> {
         let file_length = file.metadata()?.len();
         let beginning = read_up_to(file, start, BEGINNING_LIMIT as u64)?;
         let mut cursor = Slice::new(&beginning);
@@ -161,7 +170,7 @@ impl MappedRam {
             .into());
         }
         plain.extend_from_slice(&rest);
-        Ok(Some((blocks, plain)))
+        Ok(Some(Self { blocks, plain }))
     }
 }
 

@@ -42,7 +42,7 @@ use std::ops::Deref;
 
 pub use cpr::{CPR_STREAM_LIMIT, CprEntry, CprError, cpr_entries};
 pub use devices::{Device, DevicesError};
-pub(crate) use mapped_ram::{MappedBlock, MappedRam, ReadError};
+pub(crate) use mapped_ram::{MappedBlock, MappedFile, MappedRam, ReadError};
 pub(crate) use multifd::MULTIFD_MAGIC;
 pub use multifd::{MULTIFD_OPENING_BYTES, MULTIFD_PACKET_BYTES, MultifdError, MultifdOpening, MultifdPacket};
 pub(crate) use page_sink::{PageSink, ReceiveError};

@@ -36,7 +36,7 @@ pub use libvirt::LibvirtHeader;
 use self::staging::Staging;
 use super::new_file::{folder_of, free_in};
 use crate::image::manifest::{GuestState, Manifest};
-use crate::migration::{MappedBlock, MappedRam, ReadError, Recording, StreamError};
+use crate::migration::{MappedFile, ReadError, Recording, StreamError};
 use crate::volume::is_block_device;
 use crate::{
     BlockSize, ByteCount, CreateOptions, ImageError, ImageWriter, Layout, MemoryWritten, Run, SealedImage,
@@ -62,11 +62,7 @@ pub struct Source {
 #[derive(Debug)]
 enum Form {
     Stream(StreamCompression),
-    MappedRam {
-        blocks: Vec<MappedBlock>,
-        /// The stream without RAM.
-        plain: Vec<u8>,
-    },
+    MappedRam(MappedFile),
 }
 
 /// Memory on its way into an image.
@@ -187,7 +183,7 @@ impl Source {
             });
         }
         let mapped = match compression {
-            StreamCompression::None => MappedRam::read(&file, start).map_err(|error| match error {
+            StreamCompression::None => MappedFile::read(&file, start).map_err(|error| match error {
                 ReadError::Stream(error) => stream_error(path, error),
                 ReadError::Io(source) => failed("read", source).into(),
             })?,
@@ -199,16 +195,13 @@ impl Source {
             ));
         }
         let (form, machine, blocks) = match mapped {
-            Some((blocks, plain)) => {
-                let sizes = blocks.iter().map(|block| size(&block.name, block.length));
+            Some(mapped) => {
+                let sizes = mapped.blocks.iter().map(|block| size(&block.name, block.length));
                 let sizes = sizes.collect();
                 // It has no pages, so this looks at the rest of the file.
-                let recording = Recording::parse(&plain).map_err(|error| stream_error(path, error))?;
-                (
-                    Form::MappedRam { blocks, plain },
-                    recording.machine().to_owned(),
-                    sizes,
-                )
+                let recording = Recording::parse(&mapped.plain).map_err(|error| stream_error(path, error))?;
+                let machine = recording.machine().to_owned();
+                (Form::MappedRam(mapped), machine, sizes)
             }
             None => {
                 let (machine, blocks) = stream::look(&stream::Input {
@@ -237,9 +230,9 @@ impl Source {
     pub fn form(&self) -> &'static str {
         match (&self.libvirt, &self.form) {
             (None, Form::Stream(_)) => "QEMU migration stream",
-            (None, Form::MappedRam { .. }) => "QEMU mapped-ram file",
+            (None, Form::MappedRam(_)) => "QEMU mapped-ram file",
             (Some(_), Form::Stream(_)) => "libvirt save image",
-            (Some(_), Form::MappedRam { .. }) => "libvirt save image, sparse",
+            (Some(_), Form::MappedRam(_)) => "libvirt save image, sparse",
         }
     }
 
@@ -247,7 +240,7 @@ impl Source {
     pub fn compression(&self) -> StreamCompression {
         match self.form {
             Form::Stream(compression) => compression,
-            Form::MappedRam { .. } => StreamCompression::None,
+            Form::MappedRam(_) => StreamCompression::None,
         }
     }
 
@@ -316,7 +309,7 @@ impl Source {
         }
         let mut staging = Staging::create(&folder, &self.blocks)?;
         let recording = match &self.form {
-            Form::MappedRam { blocks, plain } => {
+            Form::MappedRam(MappedFile { blocks, plain }) => {
                 mapped_ram::stage(&self.file, &self.path, blocks, &staging, run)?;
                 Recording::parse(plain).map_err(|error| stream_error(&self.path, error))?
             }

@@ -30,8 +30,8 @@ fn imported(laboratory: &Laboratory, file: &Path) -> Result<Image, ImportError> 
     let _ = fs::remove_file(&target);
     let source = Source::open(file)?;
     working(|run| {
-        let staged = source.stage(&target, run)?;
-        staged.write(&target, CreateOptions::default(), &laboratory.manifest(), run)
+        let staged = source.stage(&target, CreateOptions::default(), run)?;
+        staged.write(&laboratory.manifest(), run)
     })?;
     Ok(Image::open(&target)?)
 }

@@ -75,6 +75,20 @@ pub async fn import(
         true => Start::unknown(&source),
         false => Start::rehearsed(&source, &name, arguments.qemu, state).await?,
     };
+    if let Some(disk) = start
+        .disks
+        .iter()
+        .find(|disk| disks::is_target(disk, &arguments.to))
+    {
+        return Err(Failure::new(
+            Code::Refused,
+            format!(
+                "{} is the guest's own {}",
+                arguments.to.display(),
+                disks::label(disk)
+            ),
+        ));
+    }
     let not_checked = not_checked(&source, &start);
     let (form, compression, machine) = (source.form(), source.compression(), source.machine().to_owned());
     let can_be_woken = start.command_line.is_some();
@@ -91,13 +105,13 @@ pub async fn import(
             ..CreateOptions::default()
         };
         move |run| {
-            let staged = source.stage(&target, run)?;
+            let staged = source.stage(&target, options, run)?;
             manifest.guest.state_when_saved = match source.libvirt() {
                 Some(header) if header.was_running => GuestState::Running,
                 Some(_) => GuestState::Paused,
                 None => staged.guest_state().unwrap_or(GuestState::Paused),
             };
-            Ok(staged.write(&target, options, &manifest, run)?)
+            Ok(staged.write(&manifest, run)?)
         }
     })
     .await?;

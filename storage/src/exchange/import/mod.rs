@@ -3,8 +3,8 @@
 //! ```text
 //!  Source::open ── recognizes by content, reads what stands before RAM: machine, RAM blocks, libvirt's XML
 //!       │
-//!  Source::stage ── reads all of it: RAM into files without a name beside the target, the rest into a Recording
-//!       │
+//!  Source::stage ── begins the image; reads all of the file: RAM into files without a name beside the target, the
+//!       │           rest into a Recording
 //!  Staged::write ── through ImageWriter, like any image
 //! ```
 //!
@@ -42,8 +42,11 @@ use crate::{
     BlockSize, ByteCount, CreateOptions, ImageError, ImageWriter, Layout, MemoryWritten, Run, SealedImage,
 };
 
-/// The longest device state that is taken from a file, and room for it in an image.
+/// The longest device state that is taken from a file.
 const DEVICE_STATE_LIMIT: ByteCount = ByteCount::gib(1);
+
+/// The most that is reserved for the device state of a stream, which shows its length at its end only.
+const DEVICE_STATE_RESERVE: ByteCount = ByteCount::mib(64);
 
 /// A file whose memory can become an image.
 #[derive(Debug)]
@@ -68,6 +71,7 @@ enum Form {
 /// Memory on its way into an image.
 #[derive(Debug)]
 pub struct Staged {
+    writer: ImageWriter,
     staging: Staging,
     recording: Recording,
 }
@@ -273,26 +277,38 @@ impl Source {
     /// staged RAM.
     pub fn space_needed(&self) -> Result<ByteCount, ImportError> {
         let layout = Layout::plan(&self.blocks).map_err(ImageError::Layout)?;
-        Ok(layout.hard_bound(ByteCount::mib(64)) + self.staged_bound())
+        Ok(layout.hard_bound(self.device_state_bound()) + self.staged_bound())
+    }
+
+    /// How long the device state can be, as far as it can be told before.
+    fn device_state_bound(&self) -> ByteCount {
+        match &self.form {
+            Form::MappedRam(MappedFile { plain, .. }) => ByteCount(plain.len() as u64),
+            Form::Stream(StreamCompression::None) => self.file_length().min(DEVICE_STATE_RESERVE),
+            Form::Stream(_) => DEVICE_STATE_RESERVE,
+        }
+    }
+
+    fn file_length(&self) -> ByteCount {
+        ByteCount(self.file.metadata().map_or(u64::MAX, |metadata| metadata.len()))
     }
 
     /// How much RAM that is not zero there can be.
     fn staged_bound(&self) -> ByteCount {
-        let in_file = self.file.metadata().map_or(u64::MAX, |metadata| metadata.len());
         match self.form {
-            Form::Stream(StreamCompression::None) => ByteCount(in_file.min(self.ram().0)),
+            Form::Stream(StreamCompression::None) => self.file_length().min(self.ram()),
             _ => self.ram(),
         }
     }
 
-    /// Reads all of the file; RAM is kept in files without names in the folder of `target`, or in
-    /// `/var/tmp` if that is a block device.
+    /// Begins the image at `target` and reads all of the file; RAM is kept in files without names in the
+    /// folder of `target`, or in `/var/tmp` if that is a block device.
     ///
     /// # Errors
     ///
     /// [`ImportError`] names what is wrong with the file; [`ImageError::NoSpace`],
-    /// [`ImageError::Cancelled`], [`ImageError::Io`].
-    pub fn stage(&self, target: &Path, run: &Run<'_>) -> Result<Staged, ImportError> {
+    /// [`ImageError::Cancelled`], [`ImageError::Io`], and those of [`ImageWriter::create`].
+    pub fn stage(&self, target: &Path, options: CreateOptions, run: &Run<'_>) -> Result<Staged, ImportError> {
         let (folder, needed) = match is_block_device(target) {
             // There the image has its own place.
             true => (PathBuf::from("/var/tmp"), self.staged_bound()),
@@ -307,6 +323,10 @@ impl Source {
             }
             .into());
         }
+        // First, so that a target that is taken is told before hours of reading.
+        let layout = Layout::plan(&self.blocks).map_err(ImageError::Layout)?;
+        let mut writer = ImageWriter::create(target, layout, options)?;
+        writer.reserve(self.device_state_bound())?;
         let mut staging = Staging::create(&folder, &self.blocks)?;
         let recording = match &self.form {
             Form::MappedRam(MappedFile { blocks, plain }) => {
@@ -323,7 +343,11 @@ impl Source {
                 stream::stage(&input, &mut staging, run)?
             }
         };
-        Ok(Staged { staging, recording })
+        Ok(Staged {
+            writer,
+            staging,
+            recording,
+        })
     }
 }
 
@@ -346,16 +370,8 @@ impl Staged {
     /// # Errors
     ///
     /// As [`ImageWriter`]'s.
-    pub fn write(
-        self,
-        target: &Path,
-        options: CreateOptions,
-        manifest: &Manifest,
-        run: &Run<'_>,
-    ) -> Result<Imported, ImportError> {
-        let layout = Layout::plan(self.staging.blocks()).map_err(ImageError::Layout)?;
-        let mut writer = ImageWriter::create(target, layout, options)?;
-        writer.reserve(ByteCount(self.recording.normalized().len() as u64))?;
+    pub fn write(self, manifest: &Manifest, run: &Run<'_>) -> Result<Imported, ImportError> {
+        let mut writer = self.writer;
         let mut written = MemoryWritten::default();
         for (name, memory) in self.staging.into_memory()? {
             let block = writer.write_memory(&name, &memory, run)?;

@@ -16,12 +16,14 @@
 //!   as a sink.
 //! * [`migration`]: QEMU's migration stream, both ways.
 //! * [`image`]: the file that holds a guest. Its layout is drawn there.
+//! * [`exchange`]: memory that goes to other tools in their formats, or comes from them.
 //!
 //! Nothing here knows QMP, and nothing here is asynchronous: calls block, take a cancel flag, and
 //! report through atomics.
 #![deny(unsafe_code)]
 
 mod byte_count;
+pub mod exchange;
 pub mod image;
 mod incoming;
 pub mod memory;

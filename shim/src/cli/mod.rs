@@ -50,9 +50,9 @@ enum Verb {
     Hibernate(HibernateArguments),
     /// Bring the guest in an image back, and supervise it
     Wake(WakeArguments),
-    /// Look into images
+    /// Look into images, check, remove, export and import them
     #[command(subcommand)]
-    Image(ImageVerb),
+    Image(image::ImageVerb),
     /// Show what VMs do
     Status(StatusArguments),
     /// Tell what can be done with a VM, what cannot, why not, and what would help
@@ -117,7 +117,7 @@ struct HibernateArguments {
 
 /// The key of an encrypted image: 32 random bytes, or 64 hexadecimal digits.
 #[derive(Debug, Args)]
-struct KeyArguments {
+pub struct KeyArguments {
     /// File with the image's key: 32 random bytes, or 64 hexadecimal digits
     #[arg(long, value_name = "FILE")]
     key_file: Option<PathBuf>,
@@ -152,28 +152,6 @@ struct WakeArguments {
     /// Arguments for QEMU after the recorded ones
     #[arg(last = true, value_name = "QEMU CHANGES")]
     changes: Vec<String>,
-}
-
-#[derive(Debug, Subcommand)]
-enum ImageVerb {
-    /// Show what is in an image
-    Inspect(ImageArguments),
-    /// Read all of an image and check it
-    Verify(VerifyArguments),
-}
-
-#[derive(Debug, Args)]
-struct ImageArguments {
-    /// The image
-    path: PathBuf,
-}
-
-#[derive(Debug, Args)]
-struct VerifyArguments {
-    /// The image
-    path: PathBuf,
-    #[command(flatten)]
-    key: KeyArguments,
 }
 
 #[derive(Debug, Args)]
@@ -224,8 +202,7 @@ fn start(cli: Cli, report: &Report) -> Result<ExitCode, Failure> {
             Verb::Run(arguments) => run::run(arguments, &state, report).await,
             Verb::Hibernate(arguments) => hibernate::hibernate(arguments, &state, report).await,
             Verb::Wake(arguments) => wake::wake(arguments, &state, report).await,
-            Verb::Image(ImageVerb::Inspect(arguments)) => image::inspect(&arguments.path, report),
-            Verb::Image(ImageVerb::Verify(arguments)) => image::verify(&arguments, report),
+            Verb::Image(verb) => image::image(verb, &state, report).await,
             Verb::Status(arguments) => status::status(arguments, &state, report).await,
             Verb::Doctor(arguments) => doctor::doctor(arguments, &state, report).await,
         }

@@ -22,11 +22,13 @@
 //!   durable before it is acknowledged, and no damage to one place brings an older state back.
 //! * **One owner.** Writing, waking and replacing hold an exclusive `flock`; looking needs none.
 
+mod broken;
 mod chunk_writer;
 pub(crate) mod chunks;
 mod cipher;
 mod codec;
 mod compression;
+mod contents;
 pub(crate) mod error;
 mod key;
 mod layout;
@@ -42,6 +44,7 @@ mod verify;
 mod workers;
 mod writer;
 
+pub use broken::remove_broken;
 pub use chunks::TableError;
 pub use compression::{Compression, CompressionError};
 pub use error::{Corruption, ImageError, Mismatch, TornBecause};
@@ -55,4 +58,5 @@ pub use sealed::SealedImage;
 pub use state::ImageState;
 pub use superblock::FORMAT_VERSION;
 pub use verify::Verified;
+pub(crate) use workers::for_each_chunk;
 pub use writer::{CreateOptions, ImageWriter, MemoryWritten};

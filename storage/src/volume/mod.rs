@@ -34,7 +34,7 @@ use uuid::Uuid;
 pub use backend::{Backend, VolumeKind};
 use block_device::DeviceInWriting;
 use file::PartialFile;
-pub(crate) use hold::{leads_to, open_held};
+pub(crate) use hold::{is_block_device, leads_to, open_held};
 pub(crate) use lane::Lane;
 pub(crate) use published::{Published, allocated, remove};
 

@@ -53,7 +53,7 @@ pub async fn plan(image: &Image, request: &Request, scratch: &Path) -> Result<Pl
     let recorded = manifest.command_line.as_ref().ok_or_else(|| {
         Failure::new(
             Code::Refused,
-            "the image does not say how its guest was started".to_owned(),
+            "the image does not say how its guest was started; import it again, with the QEMU command line after `--`".to_owned(),
         )
     })?;
     let refused =

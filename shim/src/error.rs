@@ -160,13 +160,16 @@ impl From<ImageError> for Failure {
             | ImageError::Torn { .. }
             | ImageError::Corrupt { .. }
             | ImageError::Stream(_)
+            | ImageError::WrongKey { .. }
             | ImageError::WrongState { .. } => Code::ImageInvalid,
             ImageError::Locked { .. }
             | ImageError::DeviceInUse { .. }
             | ImageError::ReadOnly { .. }
             | ImageError::SectorSize { .. }
+            | ImageError::DeviceHoldsOther { .. }
             | ImageError::TargetExists { .. }
             | ImageError::HoldsGuest { .. } => Code::Refused,
+            ImageError::KeyNeeded { .. } => Code::Usage,
             ImageError::NoSpace { .. } => Code::NoSpace,
             ImageError::Cancelled => Code::Cancelled,
             // A wrong path is the caller's to mend, not the storage's.

@@ -34,7 +34,7 @@ pub use byte_count::ByteCount;
 pub use image::{
     BlockPlacement, BlockSize, Compression, Corruption, CreateOptions, Image, ImageError, ImageKey,
     ImageState, ImageWriter, Layout, LayoutError, Manifest, MemoryWritten, Mismatch, SealedImage,
-    TornBecause, Usage, Verified,
+    TornBecause, Unmappable, Usage, Verified,
 };
 pub use incoming::{Incoming, IncomingError};
 pub use memory::{GuestMemory, MemoryError, MemoryFile};

@@ -82,7 +82,7 @@ fn zeros_are_written_to_a_device_that_cannot_make_them_and_that_can_be_cancelled
     let laboratory = Laboratory::new();
     let device = LoopDevice::without_zeroing(LENGTH);
     device.fill_with_old_data();
-    let sealed = laboratory.sealed_at(device.path(), true);
+    let mut sealed = laboratory.sealed_at(device.path(), true);
     let (progress, cancelled) = (Progress::new(sealed.zero()), AtomicBool::new(true));
     let run = Run {
         threads: 1,
@@ -165,7 +165,7 @@ fn a_blank_device_is_taken_and_anything_else_only_to_replace_it() {
         let before = read_at(&device, 0, MIB as usize);
         assert!(matches!(
             create(&device, false),
-            Err(ImageError::NotAnImage { .. })
+            Err(ImageError::DeviceHoldsOther { .. })
         ));
         assert!(read_at(&device, 0, MIB as usize) == before, "nothing was changed");
         create(&device, true).unwrap();

@@ -21,7 +21,6 @@ use fixture::{Laboratory, PAGE, Stream, noise, working};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 use tempfile::TempDir;
-use uuid::Uuid;
 
 const BACKENDS: [Backend; 3] = [Backend::Uring, Backend::Pwrite, Backend::Buffered];
 
@@ -111,8 +110,8 @@ impl Guest {
     fn write(&self, target: &Path, backend: Backend) -> ImageWriter {
         let options = CreateOptions {
             replace: true,
-            image_id: Uuid::new_v4(),
             backend: Some(backend),
+            ..CreateOptions::default()
         };
         let mut writer = ImageWriter::create(target, self.layout(), options).unwrap();
         writer.reserve(ByteCount::kib(64)).unwrap();
@@ -202,7 +201,7 @@ fn random_guests_come_back_from(place: &Place) {
                     (writer.backend(), writer.kind()),
                     (place.backend(backend), place.kind())
                 );
-                let sealed = writer.seal(&laboratory.manifest(), &guest.recording()).unwrap();
+                let mut sealed = writer.seal(&laboratory.manifest(), &guest.recording()).unwrap();
                 guest.check(&target, place.kind() == VolumeKind::File);
                 assert!(working(|run| sealed.give_back(run)).unwrap());
                 guest.check(&target, true);

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use dormouse_storage::{ByteCount, Image, Progress, Run, WORKER_THREADS};
 use serde_json::json;
 
+use super::VerifyArguments;
 use super::report::Report;
 use crate::error::Failure;
 
@@ -64,8 +65,11 @@ pub fn inspect(path: &Path, report: &Report) -> Result<ExitCode, Failure> {
     Ok(ExitCode::SUCCESS)
 }
 
-pub fn verify(path: &Path, report: &Report) -> Result<ExitCode, Failure> {
-    let image = Image::open(path)?;
+pub fn verify(VerifyArguments { path, key }: &VerifyArguments, report: &Report) -> Result<ExitCode, Failure> {
+    let mut image = Image::open(path)?;
+    if let Some(key) = key.read()? {
+        image.unlock(&key)?;
+    }
     let progress = Progress::default();
     let cancelled = AtomicBool::new(false);
     let started = Instant::now();
@@ -80,13 +84,19 @@ pub fn verify(path: &Path, report: &Report) -> Result<ExitCode, Failure> {
         "result": "verified",
         "chunks": verified.chunks,
         "bytes": verified.bytes.0,
+        "with_key": !verified.without_key,
         "seconds": seconds,
     });
     let text = format!(
-        "{}: all {} chunks ({}) are as they were written ({seconds:.2} s)",
+        "{}: all {} chunks ({}) are as they were written ({seconds:.2} s){}",
         path.display(),
         verified.chunks,
-        verified.bytes
+        verified.bytes,
+        if verified.without_key {
+            "; it is encrypted, and whether it can be decrypted was not tried without its key"
+        } else {
+            ""
+        }
     );
     report.result(&object, &text);
     Ok(ExitCode::SUCCESS)

@@ -46,6 +46,11 @@ impl Worker {
     pub(super) fn give_back(&mut self, buffer: AlignedBuf) {
         self.lane.give_back(buffer);
     }
+
+    /// The worker's buffers.
+    pub(super) fn lane(&mut self) -> &mut Lane {
+        &mut self.lane
+    }
 }
 
 /// A chunk of the layout.

@@ -85,7 +85,7 @@ mod tests {
         ] {
             assert_eq!(ImageKey::from_file_content(content.as_bytes()), Ok(key.clone()));
         }
-        for bad in [&b""[..], &bytes[1..], &[b'g'; 64], digits[1..].as_bytes()] {
+        for bad in [&b""[..], &bytes[1..], &[b'g'; 64], &digits.as_bytes()[1..]] {
             assert_eq!(
                 ImageKey::from_file_content(bad),
                 Err(KeyError { found: bad.len() })

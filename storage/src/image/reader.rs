@@ -44,6 +44,21 @@ pub struct Usage {
     pub allocated: ByteCount,
 }
 
+/// Why RAM cannot be mapped from an image.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum Unmappable {
+    /// It is encrypted.
+    #[error("the image is encrypted")]
+    Encrypted,
+    /// Some of it is compressed.
+    #[error("the image is compressed")]
+    Compressed,
+    /// What was zero does not read as zeros: the save was cut short after the image was complete, before the
+    /// device's old data was cleared.
+    #[error("the old data on the device was not cleared where the guest's memory was zero")]
+    OldData,
+}
+
 /// An image that was opened.
 #[derive(Debug)]
 pub struct Image {
@@ -115,10 +130,21 @@ impl Image {
         self.cipher.is_some()
     }
 
-    /// Whether RAM can be mapped from where it lies: nothing is compressed or encrypted, and what was zero
-    /// reads as zeros.
-    pub fn is_mappable(&self) -> bool {
-        self.superblock.zeros_read_as_zeros && self.table.is_raw()
+    /// Whether RAM can be mapped from where it lies; why not.
+    ///
+    /// # Errors
+    ///
+    /// [`Unmappable`] tells what is in the way.
+    pub fn check_mappable(&self) -> Result<(), Unmappable> {
+        if self.is_encrypted() {
+            Err(Unmappable::Encrypted)
+        } else if !self.table.is_raw() {
+            Err(Unmappable::Compressed)
+        } else if !self.superblock.zeros_read_as_zeros {
+            Err(Unmappable::OldData)
+        } else {
+            Ok(())
+        }
     }
 
     /// Version of the format that it is in.

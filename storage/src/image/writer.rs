@@ -1,8 +1,9 @@
 //! Writing an image.
 //!
 //! ```text
-//! create ──► reserve ──► write_memory (each big block) ──► write_pages (the rest) ──► seal ──► SealedImage
-//!    └──────────┴──────────────────┴───────────────────────────┴── dropped, failed or cancelled: nothing stays
+//! create ──► reserve ──┬► write_memory (each big block) ──► write_pages (the rest) ─┬► seal ──► SealedImage
+//!    │          │        └► write_incoming (all of it) ──────────────────────────────┤
+//!    └──────────┴────────────────────────────────────────────────────────────────────┴── dropped, failed or cancelled: nothing stays
 //! ```
 //!
 //! Every block of the layout must have been written when the image is sealed, each once, each
@@ -11,6 +12,7 @@
 //! encrypted, goes through a buffer.
 
 use std::io;
+use std::ops::AddAssign;
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
@@ -24,9 +26,11 @@ use super::codec::Codec;
 use super::compression::Compression;
 use super::key::ImageKey;
 use super::manifest::{MANIFEST_LIMIT, Manifest};
+use super::received::Received;
 use super::sealed::{SealedImage, write_tables};
 use super::workers::for_each_chunk;
 use super::{ImageError, Layout, Mismatch};
+use crate::incoming::Incoming;
 use crate::migration::{PageContent, Recording};
 use crate::rate_limit::RateLimit;
 use crate::volume::{Backend, Volume, VolumeKind};
@@ -76,13 +80,21 @@ pub struct MemoryWritten {
     pub zero: ByteCount,
 }
 
+impl AddAssign for MemoryWritten {
+    fn add_assign(&mut self, other: Self) {
+        self.data += other.data;
+        self.stored += other.stored;
+        self.zero += other.zero;
+    }
+}
+
 /// An image that is being written.
 ///
 /// Dropped without [`ImageWriter::seal`] it leaves nothing behind.
 #[derive(Debug)]
 pub struct ImageWriter {
     volume: Volume,
-    pub(super) layout: Layout,
+    layout: Layout,
     image_id: Uuid,
     codec: Codec,
     rate_limit: Option<RateLimit>,
@@ -90,7 +102,7 @@ pub struct ImageWriter {
     /// it wrote could lie where the second attempt finds zeros.
     begun: Vec<bool>,
     /// Chunks of each block of the layout that was written.
-    pub(super) chunks: Vec<Option<Vec<Chunk>>>,
+    chunks: Vec<Option<Vec<Chunk>>>,
     /// Most that the image may need, as far as it is known: for the message when there is no room.
     bound: ByteCount,
 }
@@ -224,6 +236,34 @@ impl ImageWriter {
         Ok(())
     }
 
+    /// Writes all RAM of a guest from a migration, as it comes, to its end. What follows RAM in the migration must
+    /// not be longer than `tail_bound`. One thread works for each connection, whatever `run` says.
+    ///
+    /// # Errors
+    ///
+    /// [`ImageError::Mismatch`] if a block was written before or is not all there; [`ImageError::Incoming`] with
+    /// what is wrong with the migration; [`ImageError::Cancelled`], within 100 ms even if nothing
+    /// comes; [`ImageError::NoSpace`] and [`ImageError::Io`] from the disk.
+    pub fn write_incoming(
+        &mut self,
+        incoming: Incoming,
+        tail_bound: ByteCount,
+        run: &Run<'_>,
+    ) -> Result<(Recording, MemoryWritten), ImageError> {
+        for block in self.layout.blocks().to_vec() {
+            self.block_to_write(&block.name, block.length)?;
+        }
+        let received = Received::by(self.chunk_writer(run.cancelled));
+        let recording = incoming.receive(&self.layout, tail_bound, &received, run)?;
+        let chunks = received.into_chunks();
+        let mut all = MemoryWritten::default();
+        for of_block in chunks.iter().flatten() {
+            all += written(of_block);
+        }
+        self.chunks = chunks;
+        Ok((recording, all))
+    }
+
     /// Makes the image whole and gives it its name, in this order: chunk table, device state,
     /// manifest; data sync; the sealed superblock; sync; rename; sync of the folder. After `Ok` the
     /// image is the guest.
@@ -265,7 +305,7 @@ impl ImageWriter {
         Ok(SealedImage::of(published, &table, sealed))
     }
 
-    pub(super) fn block_to_write(&mut self, name: &str, found: ByteCount) -> Result<usize, ImageError> {
+    fn block_to_write(&mut self, name: &str, found: ByteCount) -> Result<usize, ImageError> {
         let mismatch = |mismatch| ImageError::Mismatch {
             block: name.to_owned(),
             mismatch,
@@ -316,7 +356,7 @@ impl ImageWriter {
         Ok(chunks)
     }
 
-    pub(super) fn chunk_writer<'a>(&'a self, cancelled: &'a AtomicBool) -> ChunkWriter<'a> {
+    fn chunk_writer<'a>(&'a self, cancelled: &'a AtomicBool) -> ChunkWriter<'a> {
         ChunkWriter {
             volume: &self.volume,
             layout: &self.layout,
@@ -368,7 +408,7 @@ impl ImageWriter {
     }
 }
 
-pub(super) fn written(chunks: &[Chunk]) -> MemoryWritten {
+fn written(chunks: &[Chunk]) -> MemoryWritten {
     let mut written = MemoryWritten::default();
     for chunk in chunks {
         let length = ByteCount(chunk.length.into());

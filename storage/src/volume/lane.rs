@@ -66,6 +66,17 @@ impl Lane {
             .unwrap_or_else(|| AlignedBuf::zeroed(CHUNK_BYTES as usize))
     }
 
+    /// Buffers that came back, but for one: for others, where chunks are begun by one lane's thread and
+    /// completed by another's.
+    pub(crate) fn surplus(&mut self) -> std::vec::Drain<'_, AlignedBuf> {
+        self.spare.drain(self.spare.len().min(1)..)
+    }
+
+    /// A buffer that came back, if there is one.
+    pub(crate) fn spare(&mut self) -> Option<AlignedBuf> {
+        self.spare.pop()
+    }
+
     /// Takes a buffer back that was not needed.
     pub(crate) fn give_back(&mut self, buffer: AlignedBuf) {
         self.spare.push(buffer);

@@ -86,9 +86,7 @@ pub fn write_memory(
                 format!("cannot map RAM block {name}: {}", sentence(&error)),
             )
         })?;
-        let part = writer.write_memory(&name, &memory, run)?;
-        written.data += part.data;
-        written.zero += part.zero;
+        written += writer.write_memory(&name, &memory, run)?;
     }
     Ok(written)
 }

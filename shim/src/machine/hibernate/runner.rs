@@ -23,7 +23,7 @@ use uuid::Uuid;
 use super::direct::{self, Source};
 use super::machine::{CancelAnswer, Effect, GiveBack, Input, Machine, Phase};
 use super::plan::{Plan, preflight};
-use super::{Report, Request, stream};
+use super::{Report, Request, Storage, stream};
 use crate::error::{Code, Failure, GuestState, sentence};
 use crate::machine::effect::{blocking, joined, milliseconds, out_of_order};
 use crate::machine::interrupt::Interrupt;
@@ -51,6 +51,8 @@ pub struct Told {
     pub phase: Phase,
     /// How RAM gets into the image, once that is known.
     pub choice: Option<Choice>,
+    /// What the image is on, once it is begun.
+    pub storage: Option<Storage>,
     /// How much RAM is dealt with; meaningful in `SavingMemory`.
     pub progress: Arc<Progress>,
 }
@@ -125,6 +127,7 @@ struct Work {
     settings: Option<MigrationSettings>,
     recording: Option<Recording>,
     incoming: Option<Incoming>,
+    storage: Option<Storage>,
     written: MemoryWritten,
     sealed: Option<SealedImage>,
     /// Threads that write an image that nobody wants any more; they end when the storage lets them.
@@ -148,6 +151,7 @@ impl Work {
             settings: None,
             recording: None,
             incoming: None,
+            storage: None,
             written: MemoryWritten::default(),
             sealed: None,
             abandoned: None,
@@ -209,19 +213,32 @@ impl Work {
     async fn reserve(&mut self) -> Result<(), Failure> {
         let plan = self.plan()?;
         let (target, replace, image_id) = (self.request.target.clone(), self.request.replace, self.image_id);
+        let image = self.request.image.clone();
         let writer = blocking(move || {
             let options = CreateOptions {
                 replace,
                 image_id,
-                ..CreateOptions::default()
+                backend: None,
+                compression: image.compression,
+                key: image.key,
+                rate_limit: image.rate_limit,
             };
             let mut writer = ImageWriter::create(&target, plan.layout.clone(), options)?;
             writer.reserve(DEVICE_STATE_BOUND)?;
             Ok(writer)
         })
         .await?;
+        self.note_storage(&writer);
         self.writer = Some(writer);
         Ok(())
+    }
+
+    fn note_storage(&mut self, writer: &ImageWriter) {
+        self.storage = Some(Storage {
+            kind: writer.kind(),
+            backend: writer.backend(),
+        });
+        self.told.send_modify(|told| told.storage = self.storage);
     }
 
     async fn pause(&mut self, was_running: bool) -> Result<(), Failure> {
@@ -302,6 +319,8 @@ impl Work {
             self.interrupt.or(stream::settle(&self.client)).await?;
             plan.check_blocks(&recording)?;
         }
+        // A file system can refuse what it allowed at first.
+        self.note_storage(&writer);
         (self.writer, self.recording, self.written) = (Some(writer), Some(recording), written);
         Ok(())
     }
@@ -514,7 +533,9 @@ impl Work {
             choice: self.plan()?.choice.clone(),
             image: self.request.target,
             image_id: self.image_id,
+            storage: self.storage.ok_or_else(out_of_order)?,
             data: self.written.data,
+            stored: self.written.stored,
             zero: self.written.zero,
             timings_ms: self.timings_ms,
             pause_ms: self.pause_ms,

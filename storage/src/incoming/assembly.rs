@@ -26,11 +26,12 @@
 //! and must be for the image to be made: its bit is not set before. A data page that comes for it
 //! fails the save, the image never is.
 //!
-//! "Passed" is told by packet numbers, which go up in the order in which QEMU goes through memory, but
-//! for a few that change places (see `multifd.rs`, there is a margin for them): a chunk opened after
-//! the last packet for this one, and every channel is beyond the packet that opened it. If no chunk was
-//! passed, the channel that is furthest behind takes one more buffer, and all others wait for it: it
-//! has its packet, so it goes on whatever they do.
+//! "Passed" is told by packet numbers, which go up in the order in which QEMU goes through memory: a
+//! chunk was opened by a packet after the last one for this chunk, and every channel is beyond that
+//! packet. One that ends a round is no witness, its number may be that of the end; and there is a
+//! margin for neighbours that changed places (see `migration/multifd.rs`). If no chunk was passed, the
+//! channel that is furthest behind takes one more buffer, and all others wait for it: it has its
+//! packet, so it goes on whatever they do.
 //!
 //! # Echoes
 //!
@@ -91,6 +92,8 @@ struct State {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct PacketEnds {
     number: u64,
+    /// The lowest number that can be its own, if it has that of a round's end.
+    least: u64,
     block: usize,
     first: u64,
     last: Option<u64>,
@@ -110,7 +113,8 @@ struct Open {
     buffer: Arc<PagedBuf>,
     /// Its key in the order of opening.
     order: u64,
-    first_packet: u64,
+    /// The packet that opened it, unless its number is not reliable.
+    first_packet: Option<u64>,
     last_packet: u64,
 }
 
@@ -291,8 +295,7 @@ impl<'a, S: ChunkSink> Feeder<'a, S> {
         };
         let block = self.block(name)?;
         let mut parts = self.parts(block, packet)?;
-        let ends = ends_of(packet, block);
-        let buffers = self.open(block, &mut parts, packet.number, ends)?;
+        let buffers = self.open(block, &mut parts, packet)?;
         let is_taken = |offset| {
             let (chunk, page) = place(offset);
             let mut parts = parts.iter();
@@ -354,7 +357,7 @@ impl<'a, S: ChunkSink> Feeder<'a, S> {
                 // It tells pages in order, and needs one chunk at a time.
                 return Err(IncomingError::Scattered { limit: OPEN_LIMIT }.into());
             }
-            if let Some(buffer) = state.open(block, chunk, 0, &mut self.spare) {
+            if let Some(buffer) = state.open(block, chunk, Witness::default(), &mut self.spare) {
                 return Ok(buffer);
             }
             drop(state);
@@ -370,11 +373,12 @@ impl<'a, S: ChunkSink> Feeder<'a, S> {
         &mut self,
         block: usize,
         parts: &mut [Part],
-        number: u64,
-        ends: Option<PacketEnds>,
+        packet: &MultifdPacket<'_>,
     ) -> Result<Vec<(usize, Arc<PagedBuf>)>, ImageError> {
         let assembly = self.assembly;
         let mut state = assembly.lock();
+        let last = self.channel.and_then(|channel| state.channels[channel]);
+        let ends = PacketEnds::of(packet, block, last.unwrap_or(0));
         loop {
             if let Some(ends) = ends {
                 state.take_out_echoes(parts, ends);
@@ -410,7 +414,7 @@ impl<'a, S: ChunkSink> Feeder<'a, S> {
             let opened = with_data.filter_map(|part| {
                 let chunk = &mut state.chunks[block][part.chunk];
                 chunk.came = chunk.came.or(part.data);
-                let buffer = state.open(block, part.chunk, number, &mut self.spare)?;
+                let buffer = state.open(block, part.chunk, packet.into(), &mut self.spare)?;
                 Some((part.chunk, buffer))
             });
             return Ok(opened.collect());
@@ -544,7 +548,7 @@ impl State {
         &mut self,
         block: usize,
         chunk: usize,
-        number: u64,
+        witness: Witness,
         spare: &mut Vec<AlignedBuf>,
     ) -> Option<Arc<PagedBuf>> {
         let of = &mut self.chunks[block][chunk];
@@ -558,12 +562,12 @@ impl State {
                 closed.insert(Box::new(Open {
                     buffer,
                     order,
-                    first_packet: number,
-                    last_packet: number,
+                    first_packet: witness.reliable,
+                    last_packet: witness.number,
                 }))
             }
         };
-        open.last_packet = open.last_packet.max(number);
+        open.last_packet = open.last_packet.max(witness.number);
         Some(Arc::clone(&open.buffer))
     }
 
@@ -583,8 +587,7 @@ impl State {
         let (all_are_beyond, margin) = (self.all_are_beyond()?, self.margin());
         let open = |(block, chunk): (usize, usize)| self.chunks[block][chunk].open.as_ref();
         let passed = (self.open.values())
-            .filter_map(|place| open(*place))
-            .map(|open| open.first_packet)
+            .filter_map(|place| open(*place)?.first_packet)
             .filter(|first| first.saturating_add(margin) < all_are_beyond)
             .max()?;
         let (block, chunk) = *self.open.values().find(|place| {
@@ -598,25 +601,23 @@ impl State {
 
     /// Takes those pages out of a packet's parts that came before at the other end of a neighbour.
     fn take_out_echoes(&self, parts: &mut [Part], ends: PacketEnds) {
-        let mut take_out = |page: u64, is_echo: &dyn Fn(&PacketEnds) -> bool| {
+        let mut take_out = |page: u64, is_echo: &dyn Fn() -> bool| {
             let (chunk, page) = place(page * PAGE_BYTES as u64);
             let part = parts.iter_mut().find(|part| part.chunk == chunk);
-            let Some(part) = part.filter(|_| self.chunks[ends.block][chunk].came.contains(page)) else {
-                return;
-            };
-            let margin = self.margin();
-            let near = ends.number.saturating_sub(margin)..=ends.number.saturating_add(margin);
-            let mut neighbours = self
-                .ends
-                .range(PacketEnds::least(*near.start())..)
-                .take_while(|other| near.contains(&other.number));
-            if neighbours.any(|other| other.block == ends.block && is_echo(other)) {
+            let part = part.filter(|_| self.chunks[ends.block][chunk].came.contains(page));
+            if let Some(part) = part.filter(|_| is_echo()) {
                 part.data.remove(page);
             }
         };
-        take_out(ends.first, &|other| other.last == Some(ends.first));
+        take_out(ends.first, &|| {
+            let before = PacketEnds::lowest(ends.least.saturating_sub(1))..PacketEnds::lowest(ends.number);
+            self.ends.range(before).any(|before| ends.echoes(before))
+        });
         if let Some(last) = ends.last {
-            take_out(last, &|other| other.first == last);
+            let after = PacketEnds::lowest(ends.number)..;
+            take_out(last, &|| {
+                self.ends.range(after.clone()).any(|after| after.echoes(&ends))
+            });
         }
     }
 
@@ -625,8 +626,7 @@ impl State {
         let Some(passed) = self.all_are_beyond() else {
             return;
         };
-        let old = passed.saturating_sub(2 * self.margin());
-        while self.ends.first().is_some_and(|ends| ends.number < old) {
+        while self.ends.first().is_some_and(|ends| ends.number < passed) {
             self.ends.pop_first();
         }
     }
@@ -636,17 +636,42 @@ impl State {
         self.channels.iter().flatten().min().copied()
     }
 
-    /// How far the number of a packet can be from its place: packets that change places do so with
-    /// those that end the same round, one of each channel.
+    /// How far apart neighbours are that can have changed places: those that channels were sending at
+    /// the same time.
     fn margin(&self) -> u64 {
         2 * self.channels.iter().flatten().count() as u64
     }
 }
 
 impl PacketEnds {
-    fn least(number: u64) -> Self {
+    /// None if the packet has no data. `last` is the number of the packet before it on its channel.
+    fn of(packet: &MultifdPacket<'_>, block: usize, last: u64) -> Option<Self> {
+        let page = |offset: u64| offset / PAGE_BYTES as u64;
+        let data = packet.data_pages();
+        let is_full = data.len() == MultifdPacket::PAGES_LIMIT;
+        let overtaken = packet.ends_round && last < packet.number;
+        Some(Self {
+            number: packet.number,
+            least: if overtaken { last + 1 } else { packet.number },
+            block,
+            first: page(packet.data_pages().next()?),
+            last: data.last().filter(|_| is_full).map(page),
+        })
+    }
+
+    /// Whether this packet begins with the echo of the last page of one before it.
+    fn echoes(&self, before: &Self) -> bool {
+        let next = before.number.saturating_add(1);
+        before.block == self.block
+            && before.last == Some(self.first)
+            && (self.least..=self.number).contains(&next)
+    }
+
+    /// Before all packets of this number.
+    fn lowest(number: u64) -> Self {
         Self {
             number,
+            least: 0,
             block: 0,
             first: 0,
             last: None,
@@ -654,16 +679,22 @@ impl PacketEnds {
     }
 }
 
-fn ends_of(packet: &MultifdPacket<'_>, block: usize) -> Option<PacketEnds> {
-    let page = |offset: u64| offset / PAGE_BYTES as u64;
-    let data = packet.data_pages();
-    let is_full = data.len() == MultifdPacket::PAGES_LIMIT;
-    Some(PacketEnds {
-        number: packet.number,
-        block,
-        first: page(packet.data_pages().next()?),
-        last: data.last().filter(|_| is_full).map(page),
-    })
+/// What the number of a packet says about when it was sent.
+#[derive(Clone, Copy, Default)]
+struct Witness {
+    /// It was sent as this one or before.
+    number: u64,
+    /// The same, if it was sent as this one.
+    reliable: Option<u64>,
+}
+
+impl From<&MultifdPacket<'_>> for Witness {
+    fn from(packet: &MultifdPacket<'_>) -> Self {
+        Self {
+            number: packet.number,
+            reliable: Some(packet.number).filter(|_| !packet.ends_round),
+        }
+    }
 }
 
 /// Pages that follow each other within one chunk, all of them taken or none.

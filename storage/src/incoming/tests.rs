@@ -40,8 +40,11 @@ impl Memory {
 
     fn ram(self) -> Vec<Vec<u8>> {
         let blocks = self.blocks.into_inner().unwrap();
-        let whole = |chunks: Vec<Option<Vec<u8>>>| chunks.into_iter().flat_map(|chunk| chunk.unwrap());
-        blocks.into_iter().map(|chunks| whole(chunks).collect()).collect()
+        let whole = |chunks: &Vec<Option<Vec<u8>>>| {
+            let chunks = chunks.iter().map(|chunk| chunk.as_deref().unwrap());
+            chunks.collect::<Vec<_>>().concat()
+        };
+        blocks.iter().map(whole).collect()
     }
 }
 
@@ -147,8 +150,13 @@ fn opening(channel: u8) -> Vec<u8> {
 /// A packet with its payload.
 fn packet(number: u64, block: usize, data: &[(u64, &[u8])], zero: &[u64]) -> Vec<u8> {
     let mut bytes = vec![0x11, 0x22, 0x33, 0x44, 0, 0, 0, 1];
-    let sync = u32::from(data.is_empty() && zero.is_empty());
-    for field in [sync, 128, data.len() as u32, (data.len() * PAGE_BYTES) as u32] {
+    let ends_round = u32::from(data.is_empty() && zero.is_empty());
+    for field in [
+        ends_round,
+        128,
+        data.len() as u32,
+        (data.len() * PAGE_BYTES) as u32,
+    ] {
         bytes.extend(field.to_be_bytes());
     }
     bytes.extend(number.to_be_bytes());
@@ -666,4 +674,76 @@ fn a_failure_of_one_connection_ends_all_and_is_told() {
         error,
         ImageError::Incoming(IncomingError::Stream(StreamError::Short { part: "RAM", .. }))
     ));
+}
+
+/// Two full packets and what is left of three MiB, on two channels; the second one, as told, begins
+/// with the last page of the first.
+fn with_an_echo(order: [usize; 2], change: impl Fn(&mut [Vec<u8>; 3])) -> Result<Vec<Vec<u8>>, ImageError> {
+    let layout = layout(&[768]);
+    let content: Vec<_> = (0..768_u64)
+        .map(|page| (page + 1).to_le_bytes().repeat(PAGE_BYTES / 8))
+        .collect();
+    let data = |pages: std::ops::Range<u64>| -> Vec<(u64, &[u8])> {
+        pages.map(|page| (page, &content[page as usize][..])).collect()
+    };
+    let mut packets = [
+        packet(4, 0, &data(0..128), &[]),
+        packet(5, 0, &data(127..255), &[]),
+        packet(6, 0, &data(255..300), &[]),
+    ];
+    change(&mut packets);
+    let mut main = MainStream::of(&layout);
+    for page in 300..768 {
+        main.page(0, page, Some(&content[page as usize]));
+    }
+    // Within one channel they come in this order.
+    let mut channel = opening(0);
+    order.iter().for_each(|index| channel.extend(&packets[*index]));
+    let mut other = opening(1);
+    (0..3)
+        .filter(|index| !order.contains(index))
+        .for_each(|index| other.extend(&packets[index]));
+    let ram = receive(&layout, vec![main.end(), channel, other])?;
+    assert!(ram[0] == content.concat());
+    Ok(ram)
+}
+
+#[test]
+fn an_echo_is_forgotten_whichever_comes_first() {
+    with_an_echo([0, 1], |_| ()).unwrap();
+    with_an_echo([1, 0], |_| ()).unwrap();
+    for _ in 0..10 {
+        with_an_echo([1, 2], |_| ()).unwrap();
+    }
+}
+
+#[test]
+fn an_echo_that_the_end_of_a_round_overtook_is_one_too() {
+    let overtaken = |packets: &mut [Vec<u8>; 3]| {
+        packets[1][11] = 1;
+        packets[1][31] = 99;
+    };
+    with_an_echo([0, 1], overtaken).unwrap();
+    with_an_echo([1, 0], overtaken).unwrap();
+    for _ in 0..10 {
+        with_an_echo([0, 2], overtaken).unwrap();
+    }
+}
+
+#[test]
+fn what_only_looks_like_an_echo_is_a_guest_that_ran() {
+    let again = |change: &dyn Fn(&mut [Vec<u8>; 3])| {
+        let error = with_an_echo([0, 1], change).unwrap_err();
+        assert!(
+            matches!(error, ImageError::Incoming(IncomingError::Again { offset, .. }) if offset == 127 * PAGE),
+            "{error:?}"
+        );
+    };
+    // Not the next packet.
+    again(&|packets| packets[1][31] = 7);
+    // Not the first page.
+    again(&|packets| {
+        let offsets = 320..336;
+        packets[1][offsets].rotate_left(8);
+    });
 }

@@ -14,8 +14,11 @@
 //! packets past, which mean nothing. QEMU before 9.0 looks for zero pages in its main thread and
 //! tells them in the main stream; the count is zero in its packets then.
 //!
-//! The number is counted over all channels. On QEMU 7.2 it is not to be relied upon: two packets can
-//! have the same when the end of a round overtakes the last packet of it, and one is left out.
+//! The number is counted over all channels, in the order in which QEMU goes through memory. On QEMU
+//! 7.2 the end of a round can overtake a packet that is still to be sent: it is sent with the flag
+//! and the number of the round's end, its own is left out, and an empty packet with the same number
+//! follows. From 9.0 on channels take numbers themselves, so that neighbours can be the other way
+//! round.
 
 use super::PAGE_BYTES;
 
@@ -61,8 +64,10 @@ impl MultifdOpening {
 /// A packet without its payload.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MultifdPacket<'a> {
-    /// Its number among all of its migration, not reliably the only one with it.
+    /// Its number among all of its migration; if it ends a round, not reliably its own.
     pub number: u64,
+    /// Whether QEMU's channel goes to wait for the others after it.
+    pub ends_round: bool,
     /// Name of the RAM block, if it has pages.
     pub block: Option<&'a str>,
     data: usize,
@@ -90,6 +95,7 @@ impl<'a> MultifdPacket<'a> {
         let field = |at| u32_at(bytes, at);
         let (places, data, payload, zero) = (field(12), field(16), field(20), field(32));
         let number = u64::from(field(24)) << 32 | u64::from(field(28));
+        let ends_round = field(8) & FLAG_SYNC != 0;
         let pages = u64::from(data) + u64::from(zero);
         if pages > u64::from(places) || places as usize > PAGES_LIMIT {
             return Err(MultifdError::TooMany { pages, places });
@@ -98,6 +104,7 @@ impl<'a> MultifdPacket<'a> {
         if data + zero == 0 {
             return Ok(Self {
                 number,
+                ends_round,
                 block: None,
                 data,
                 zero,
@@ -118,6 +125,7 @@ impl<'a> MultifdPacket<'a> {
         let (offsets, _) = bytes[OFFSETS_AT..].as_chunks::<8>();
         let packet = Self {
             number,
+            ends_round,
             block: Some(name),
             data,
             zero,

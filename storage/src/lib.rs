@@ -33,8 +33,8 @@ mod volume;
 pub use byte_count::ByteCount;
 pub use image::{
     BlockPlacement, BlockSize, Compression, Corruption, CreateOptions, Image, ImageError, ImageKey,
-    ImageState, ImageWriter, Layout, LayoutError, Manifest, MemoryWritten, Mismatch, SealedImage,
-    TornBecause, Unmappable, Usage, Verified,
+    ImageState, ImageWriter, Layout, LayoutError, Manifest, MemoryWritten, Mismatch, RandomReader,
+    SealedImage, TornBecause, Unmappable, Usage, Verified,
 };
 pub use incoming::{Incoming, IncomingError};
 pub use memory::{GuestMemory, MemoryError, MemoryFile};

@@ -19,6 +19,7 @@ use super::key::ImageKey;
 use super::layout::{BlockPlacement, Layout};
 use super::manifest::Manifest;
 use super::pages::Pages;
+use super::random::RandomReader;
 use super::state::ImageState;
 use super::superblock::{Area, COPY_BYTES, COPY_OFFSETS, FORMAT_1, FORMAT_VERSION, Superblock, Superblocks};
 use super::workers::for_each_chunk;
@@ -242,6 +243,11 @@ impl Image {
         Pages::of(self, except)
     }
 
+    /// Reads pages in any order.
+    pub fn random(&self) -> RandomReader<'_> {
+        RandomReader::of(self)
+    }
+
     /// Fills the RAM of a guest to be woken: blocking, with as many threads as `run` says. Zero
     /// chunks are left holes.
     ///
@@ -429,6 +435,10 @@ impl Image {
             manifest,
             cipher: None,
         })
+    }
+
+    pub(super) fn chunk_bytes(&self) -> u32 {
+        self.superblock.chunk_bytes
     }
 
     pub(super) fn unpacker(&self) -> Unpacker {

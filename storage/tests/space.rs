@@ -132,7 +132,7 @@ fn an_import_that_has_no_room_for_image_and_staged_ram_is_told_before_and_leaves
     let disk = SmallDisk::of(ByteCount(source.space_needed().expect("a number").0 - (1 << 20)));
     let target = disk.path().join("image");
     let staged = working(|run| source.stage(&target, CreateOptions::default(), run));
-    let error = staged.err().expect("no room");
+    let error = staged.expect_err("no room");
     assert!(
         matches!(error, ImportError::Image(ImageError::NoSpace { .. })),
         "{error:?}"

@@ -17,15 +17,13 @@ use std::process::Command;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
-use dormouse_storage::image::manifest::{Guest, GuestState, Manifest, Qemu};
+use dormouse_benches::{BLOCK, manifest, recording};
 use dormouse_storage::{
-    Backend, BlockSize, ByteCount, CreateOptions, GuestMemory, ImageWriter, Layout, Progress, Recording, Run,
+    Backend, BlockSize, ByteCount, CreateOptions, GuestMemory, ImageWriter, Layout, Progress, Run,
 };
 use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
 use rustix::time::{ClockId, clock_gettime};
 use tempfile::TempDir;
-
-const BLOCK: &str = "pc.ram";
 
 struct Arguments {
     length: ByteCount,
@@ -61,6 +59,7 @@ fn main() {
         (Backend::Uring, 1),
         (Backend::Uring, 2),
         (Backend::Uring, 3),
+        (Backend::Buffered, 3),
     ]
     .map(|(backend, threads)| Way { backend, threads })
     .into();
@@ -190,7 +189,7 @@ fn write(ram: &Ram, way: &Way, arguments: &Arguments) -> (f64, f64) {
     };
     let mut writer = ImageWriter::create(&target, layout, options).expect("create");
     writer.reserve(ByteCount::mib(1)).expect("reserve");
-    let recording = Recording::parse(&stream(length)).expect("recording");
+    let recording = recording(length);
     let run = Run {
         threads: way.threads,
         progress: &Progress::default(),
@@ -238,47 +237,5 @@ fn median(figures: &mut [f64]) -> f64 {
     match figures {
         [] => f64::NAN,
         figures => figures[figures.len() / 2],
-    }
-}
-
-/// A recording of a machine that has this RAM and nothing else.
-fn stream(length: ByteCount) -> Vec<u8> {
-    let mut stream = b"QEVM\0\0\0\x03\x07\0\0\0\x02pc\x01\0\0\0\x01\x03ram\0\0\0\0\0\0\0\x04".to_vec();
-    stream.extend((length.0 | 0x04).to_be_bytes());
-    stream.extend(b"\x06pc.ram");
-    stream.extend(length.0.to_be_bytes());
-    let end_of_section = b"\0\0\0\0\0\0\0\x10\x7e\0\0\0\x01";
-    stream.extend(end_of_section);
-    stream.extend(b"\x03\0\0\0\x01");
-    stream.extend(end_of_section);
-    stream.extend(b"\x04device state\0\x06\0\0\0\x02{}");
-    stream
-}
-
-fn manifest() -> Manifest {
-    Manifest {
-        created_unix_ms: 0,
-        dormouse_version: String::new(),
-        vm_name: "bench".into(),
-        qemu: Qemu {
-            version: "10.0.2".into(),
-            package: String::new(),
-            binary: None,
-            binary_fingerprint: None,
-            memory_backend_offset: true,
-            memory_backend_rom: true,
-        },
-        machine: "pc".into(),
-        machine_default_ram_id: None,
-        cpu: None,
-        ram_blocks: vec![],
-        command_line: None,
-        working_directory: None,
-        disks: vec![],
-        guest: Guest {
-            state_when_saved: GuestState::Running,
-        },
-        timings_ms: Default::default(),
-        engine: "direct".into(),
     }
 }

@@ -8,6 +8,7 @@
 use std::io::ErrorKind;
 
 use dormouse_qmp::{CommandError, ConnectError};
+use dormouse_storage::exchange::{ExportError, ImportError};
 use dormouse_storage::image::ImageError;
 use serde::{Deserialize, Serialize};
 
@@ -160,13 +161,16 @@ impl From<ImageError> for Failure {
             | ImageError::Torn { .. }
             | ImageError::Corrupt { .. }
             | ImageError::Stream(_)
+            | ImageError::WrongKey { .. }
             | ImageError::WrongState { .. } => Code::ImageInvalid,
             ImageError::Locked { .. }
             | ImageError::DeviceInUse { .. }
             | ImageError::ReadOnly { .. }
             | ImageError::SectorSize { .. }
+            | ImageError::DeviceHoldsOther { .. }
             | ImageError::TargetExists { .. }
             | ImageError::HoldsGuest { .. } => Code::Refused,
+            ImageError::KeyNeeded { .. } => Code::Usage,
             ImageError::NoSpace { .. } => Code::NoSpace,
             ImageError::Cancelled => Code::Cancelled,
             // A wrong path is the caller's to mend, not the storage's.
@@ -180,6 +184,26 @@ impl From<ImageError> for Failure {
             }
             ImageError::Io { .. } | ImageError::MayBeSealed { .. } | ImageError::Memory(_) => Code::StorageIo,
             _ => Code::Internal,
+        };
+        Self::new(code, sentence(&error))
+    }
+}
+
+impl From<ExportError> for Failure {
+    fn from(error: ExportError) -> Self {
+        match error {
+            ExportError::Image(error) => error.into(),
+            other => Self::new(Code::Refused, sentence(&other)),
+        }
+    }
+}
+
+impl From<ImportError> for Failure {
+    fn from(error: ImportError) -> Self {
+        let code = match error {
+            ImportError::Image(error) => return error.into(),
+            ImportError::Lzop { .. } => Code::Refused,
+            _ => Code::ImageInvalid,
         };
         Self::new(code, sentence(&error))
     }

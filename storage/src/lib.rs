@@ -16,12 +16,14 @@
 //!   as a sink.
 //! * [`migration`]: QEMU's migration stream, both ways.
 //! * [`image`]: the file that holds a guest. Its layout is drawn there.
+//! * [`exchange`]: memory that goes to other tools in their formats, or comes from them.
 //!
 //! Nothing here knows QMP, and nothing here is asynchronous: calls block, take a cancel flag, and
 //! report through atomics.
 #![deny(unsafe_code)]
 
 mod byte_count;
+pub mod exchange;
 pub mod image;
 mod incoming;
 pub mod memory;
@@ -35,8 +37,8 @@ mod volume;
 pub use byte_count::ByteCount;
 pub use image::{
     BlockPlacement, BlockSize, Compression, Corruption, CreateOptions, Image, ImageError, ImageKey,
-    ImageState, ImageWriter, Layout, LayoutError, Manifest, MemoryWritten, Mismatch, SealedImage,
-    TornBecause, Usage, Verified,
+    ImageState, ImageWriter, Layout, LayoutError, Manifest, MemoryWritten, Mismatch, RandomReader,
+    SealedImage, TornBecause, Unmappable, Usage, Verified,
 };
 pub use incoming::{Incoming, IncomingError};
 pub use memory::{GuestMemory, MemoryError, MemoryFile};

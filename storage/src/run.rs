@@ -6,12 +6,9 @@ use crate::ByteCount;
 
 /// The number of worker threads that a caller should use unless it knows better.
 ///
-/// Guest RAM in 4 KiB pages is fragmented: one thread cannot submit it as fast as a disk takes it.
-/// Interleaved rounds of 1.5 GiB of random RAM on tmpfs to ext4, two CPUs, sync included, against
-/// O_DIRECT `dd` of the same size in the same minutes (median ratios): in three rounds one worker
-/// 1.0 of one `dd`, two 1.4, three 1.5, four 1.4; in three more, three workers 1.05 of three `dd` at
-/// once, two 1.03. Three were faster than two in five of the six, at 0.17 to 0.21 CPU-seconds per
-/// GiB for either.
+/// Guest RAM in 4 KiB pages is fragmented: one thread cannot submit it as fast as a disk takes it. The rates of
+/// one, two and three threads, by io_uring and by pwrite, are in `docs/measured.md`: three were the fastest of
+/// either with 4 KiB pages, and took no more CPU time for it.
 pub const WORKER_THREADS: usize = 3;
 
 /// What a blocking call needs to know about its surroundings.

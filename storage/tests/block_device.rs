@@ -165,7 +165,7 @@ fn a_blank_device_is_taken_and_anything_else_only_to_replace_it() {
         let before = read_at(&device, 0, MIB as usize);
         assert!(matches!(
             create(&device, false),
-            Err(ImageError::NotAnImage { .. })
+            Err(ImageError::DeviceHoldsOther { .. })
         ));
         assert!(read_at(&device, 0, MIB as usize) == before, "nothing was changed");
         create(&device, true).unwrap();

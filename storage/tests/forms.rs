@@ -11,6 +11,7 @@ use std::path::Path;
 
 use dormouse_storage::{
     ByteCount, Compression, Corruption, CreateOptions, Image, ImageError, ImageKey, ImageWriter, PageContent,
+    Unmappable,
 };
 use fixture::loop_device::LoopDevice;
 use fixture::{Laboratory, MIB, read_all, working};
@@ -85,10 +86,52 @@ fn a_guest_comes_back_from_every_form_on_files_and_devices_over_old_data() {
                     let verified = working(|run| image.verify(run)).unwrap();
                     assert!(!verified.without_key);
                     if compression == Compression::None {
-                        assert_eq!(image.is_mappable(), key.is_none(), "{told}");
+                        assert_eq!(image.check_mappable().is_ok(), key.is_none(), "{told}");
                     }
                 }
             }
+        }
+    }
+}
+
+#[test]
+fn any_page_can_be_read_alone_from_every_form() {
+    let laboratory = Laboratory::compressible();
+    for (compression, key) in [
+        (Compression::None, None),
+        (Compression::Zstd(1), None),
+        (Compression::Zstd(1), Some(key(1))),
+    ] {
+        let _ = fs::remove_file(laboratory.target());
+        write(&laboratory, &laboratory.target(), compression, key.clone());
+        let mut image = Image::open(&laboratory.target()).unwrap();
+        let mut page = [0; 4096];
+        if let Some(key) = &key {
+            let error = image.random().page(0, 0, &mut page).unwrap_err();
+            assert!(matches!(error, ImageError::KeyNeeded { .. }), "{error}");
+            image.unlock(key).unwrap();
+        }
+        let mut reader = image.random();
+        let pages = laboratory.ram.len() / 4096;
+        // There and back, with jumps between chunks.
+        for index in (0..pages)
+            .chain((0..pages).rev().step_by(77))
+            .chain([3, 600, 4, 601])
+        {
+            reader.page(0, (index * 4096) as u64, &mut page).unwrap();
+            assert!(
+                page[..] == laboratory.ram[index * 4096..(index + 1) * 4096],
+                "page {index}"
+            );
+        }
+        for (block, offset) in [
+            (0, laboratory.ram.len() as u64),
+            (0, 1),
+            (9, 0),
+            (0, u64::MAX - 4095),
+        ] {
+            let error = reader.page(block, offset, &mut page).unwrap_err();
+            assert!(matches!(error, ImageError::Mismatch { .. }), "{error}");
         }
     }
 }
@@ -104,7 +147,7 @@ fn compression_saves_space_on_a_file_and_cannot_be_mapped() {
     write(&laboratory, &laboratory.target(), Compression::Zstd(1), None);
     let image = Image::open(&laboratory.target()).unwrap();
     let usage = image.usage().unwrap();
-    assert!(!image.is_mappable());
+    assert_eq!(image.check_mappable(), Err(Unmappable::Compressed));
     assert_eq!((usage.data, usage.zero), (plain.data, plain.zero));
     assert!(usage.compressed > ByteCount::mib(1), "{}", usage.compressed);
     assert!(

@@ -7,6 +7,7 @@ mod fixture;
 
 use std::fs;
 
+use dormouse_storage::exchange::{ExportError, ExportFormat, ImportError, Source, export};
 use dormouse_storage::{
     Backend, BlockSize, ByteCount, CreateOptions, GuestMemory, ImageError, ImageWriter, Layout,
 };
@@ -96,4 +97,53 @@ fn a_disk_that_fills_up_under_an_unreserved_image_is_no_space_too() {
         drop(writer);
         assert!(disk.is_empty());
     }
+}
+
+#[test]
+fn an_export_that_has_no_room_is_told_before_and_leaves_no_file() {
+    let laboratory = Laboratory::new();
+    let image = laboratory.image();
+    let disk = SmallDisk::of(ByteCount::mib(4));
+    for format in [ExportFormat::Stream, ExportFormat::MappedRam] {
+        let target = disk.path().join("exported");
+        let error = working(|run| export(&image, &format, &target, false, run)).unwrap_err();
+        let ExportError::Image(ImageError::NoSpace {
+            needed, available, ..
+        }) = error
+        else {
+            panic!("{error:?}");
+        };
+        assert!(
+            available <= ByteCount::mib(4) && needed > available,
+            "{needed} of {available}"
+        );
+        assert!(disk.is_empty());
+    }
+}
+
+#[test]
+fn an_import_that_has_no_room_for_image_and_staged_ram_is_told_before_and_leaves_nothing() {
+    let laboratory = Laboratory::new();
+    let file = laboratory.folder.path().join("stream");
+    let image = laboratory.image();
+    working(|run| export(&image, &ExportFormat::Stream, &file, false, run)).expect("exported");
+    let source = Source::open(&file).expect("a stream");
+    // The image alone would fit, the RAM beside it does not.
+    let disk = SmallDisk::of(ByteCount(source.space_needed().expect("a number").0 - (1 << 20)));
+    let target = disk.path().join("image");
+    let staged = working(|run| source.stage(&target, CreateOptions::default(), run));
+    let error = staged.expect_err("no room");
+    assert!(
+        matches!(error, ImportError::Image(ImageError::NoSpace { .. })),
+        "{error:?}"
+    );
+    assert!(disk.is_empty());
+
+    let disk = SmallDisk::of(ByteCount(source.space_needed().expect("a number").0 + (1 << 20)));
+    let target = disk.path().join("image");
+    working(|run| {
+        let staged = source.stage(&target, CreateOptions::default(), run)?;
+        staged.write(&laboratory.manifest(), run)
+    })
+    .expect("just enough room");
 }

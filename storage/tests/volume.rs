@@ -1,4 +1,4 @@
-//! Random guests on every kind of volume, by every way to write: what comes back is what went, and zeros
+//! Random guests on every kind of volume, by every way to write and in every form: what comes back is what went, and zeros
 //! read as zeros in place.
 //!
 //! These tests attach loop devices and mount file systems, and need root, as the continuous integration
@@ -12,8 +12,8 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use dormouse_storage::{
-    Backend, BlockSize, ByteCount, CreateOptions, GuestMemory, Image, ImageWriter, Layout, MemoryFile,
-    Recording, VolumeKind,
+    Backend, BlockSize, ByteCount, Compression, CreateOptions, GuestMemory, Image, ImageKey, ImageWriter,
+    Layout, MemoryFile, Recording, VolumeKind,
 };
 use fixture::loop_device::LoopDevice;
 use fixture::small_disk::SmallDisk;
@@ -32,6 +32,22 @@ enum Content {
     Hole,
     Zero,
     Data,
+}
+
+/// How an image keeps RAM.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Form {
+    Plain,
+    Compressed,
+    Encrypted,
+}
+
+fn any_form() -> impl Strategy<Value = Form> {
+    prop_oneof![Just(Form::Plain), Just(Form::Compressed), Just(Form::Encrypted)]
+}
+
+fn key() -> ImageKey {
+    ImageKey::from_file_content(&[b'k'; 32]).unwrap()
 }
 
 /// RAM blocks, each of some runs of pages.
@@ -107,10 +123,15 @@ impl Guest {
         Recording::parse(&stream.bytes).unwrap()
     }
 
-    fn write(&self, target: &Path, backend: Backend) -> ImageWriter {
+    fn write(&self, target: &Path, backend: Backend, form: Form) -> ImageWriter {
         let options = CreateOptions {
             replace: true,
             backend: Some(backend),
+            compression: match form {
+                Form::Compressed => Compression::Zstd(1),
+                Form::Plain | Form::Encrypted => Compression::None,
+            },
+            key: (form == Form::Encrypted).then(key),
             ..CreateOptions::default()
         };
         let mut writer = ImageWriter::create(target, self.layout(), options).unwrap();
@@ -124,8 +145,9 @@ impl Guest {
         writer
     }
 
-    fn check(&self, target: &Path, in_place: bool) {
-        let image = Image::open(target).unwrap();
+    fn check(&self, target: &Path, form: Form, zeros_are_zeros: bool) {
+        let mut image = Image::open(target).unwrap();
+        image.unlock(&key()).unwrap();
         let folder = tempfile::tempdir_in("/dev/shm").unwrap();
         for (name, ram, _) in &self.blocks {
             let path = folder.path().join(name);
@@ -135,7 +157,7 @@ impl Guest {
                 std::fs::read(&path).unwrap() == *ram,
                 "{name} came back as another"
             );
-            if in_place {
+            if image.check_mappable().is_ok() {
                 let mut mapped = vec![0xff; ram.len()];
                 let offset = image.layout().block(name).unwrap().offset;
                 File::open(target)
@@ -145,9 +167,10 @@ impl Guest {
                 assert!(mapped == *ram, "{name} is another in its place");
             }
         }
-        if in_place {
-            working(|run| image.verify(run)).unwrap();
+        if form == Form::Plain {
+            assert_eq!(image.check_mappable().is_ok(), zeros_are_zeros);
         }
+        working(|run| image.verify(run)).unwrap();
     }
 }
 
@@ -187,24 +210,24 @@ impl Place {
 fn random_guests_come_back_from(place: &Place) {
     let laboratory = Laboratory::new();
     let mut runner = TestRunner::new(Config {
-        cases: 6,
+        cases: 9,
         failure_persistence: None,
         ..Config::default()
     });
     let target = place.target();
     runner
-        .run(&any_blocks(), |blocks| {
+        .run(&(any_blocks(), any_form()), |(blocks, form)| {
             let guest = Guest::of(&blocks);
             for backend in BACKENDS {
-                let writer = guest.write(&target, backend);
+                let writer = guest.write(&target, backend, form);
                 assert_eq!(
                     (writer.backend(), writer.kind()),
                     (place.backend(backend), place.kind())
                 );
                 let mut sealed = writer.seal(&laboratory.manifest(), &guest.recording()).unwrap();
-                guest.check(&target, place.kind() == VolumeKind::File);
+                guest.check(&target, form, place.kind() == VolumeKind::File);
                 assert!(working(|run| sealed.give_back(run)).unwrap());
-                guest.check(&target, true);
+                guest.check(&target, form, true);
                 sealed.remove().unwrap();
                 assert!(Image::open(&target).is_err());
             }

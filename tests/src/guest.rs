@@ -121,6 +121,11 @@ impl BootSectorGuest {
         Self { body }
     }
 
+    /// The QEMU that runs it.
+    pub fn build(&self) -> QemuBuild {
+        self.body.build
+    }
+
     /// The guest's disk.
     pub fn disk(&self) -> &Path {
         &self.body.disk

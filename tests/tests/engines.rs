@@ -369,22 +369,11 @@ fn private_memory_comes_by_a_stream(build: QemuBuild) {
 fn a_guest_that_was_woken_by_map_sleeps_again_and_again() {
     for build in [QemuBuild::V10_0, QemuBuild::V11_1] {
         let foreign = Foreign::start(build, &[]);
-        let Scene {
-            dormouse, guest, lab, ..
-        } = &foreign.scene;
+        let Scene { dormouse, lab, .. } = &foreign.scene;
         let (_, mut woken) = foreign.keeps_every_byte(&[], "map");
-        for number in 0..2 {
+        for _ in 0..2 {
             let before = foreign.memory("before");
-            guest.monitor().cont();
-            fs::remove_file(image(&foreign.scene)).ok();
-            guest.monitor().stop();
-            let before = if number == 0 {
-                before
-            } else {
-                foreign.memory("before")
-            };
-            drop(before);
-            let before = foreign.memory("before");
+            // The guest still lives on the image that it was woken from.
             let next = lab.path("images/next.image");
             let hibernated = dormouse.hibernate("guest", &next).expect_success();
             assert_eq!(hibernated.result()["engine"], "stream");
@@ -393,5 +382,109 @@ fn a_guest_that_was_woken_by_map_sleeps_again_and_again() {
             fs::rename(&next, image(&foreign.scene)).unwrap();
             woken = foreign.wakes_with(&before, "map");
         }
+    }
+}
+
+#[test]
+fn all_memory_of_a_machine_with_nodes_and_a_dimm_comes_by_a_stream() {
+    for build in [QemuBuild::V7_2, QemuBuild::V10_0, QemuBuild::V11_1] {
+        let foreign = Foreign::start(
+            build,
+            &[
+                "-m",
+                "64,slots=2,maxmem=1G",
+                "-object",
+                "memory-backend-ram,id=n0,size=32M",
+                "-object",
+                "memory-backend-ram,id=n1,size=32M",
+                "-numa",
+                "node,memdev=n0",
+                "-numa",
+                "node,memdev=n1",
+                "-object",
+                "memory-backend-ram,id=dimm,size=64M",
+                "-device",
+                "pc-dimm,memdev=dimm",
+            ],
+        );
+        let (hibernated, _woken) = foreign.keeps_every_byte(&[], "eager");
+        assert_eq!(hibernated["engine"], "stream", "{hibernated:#}");
+    }
+}
+
+/// As much memory as it takes to meet a middle, in a file that can be filled.
+const LARGE_MEMFD: [&str; 4] = [
+    "-object",
+    "memory-backend-memfd,id=m0,size=1200M",
+    "-machine",
+    "memory-backend=m0",
+];
+
+#[test]
+fn a_guest_whose_memory_is_being_sent_is_given_back_on_a_ctrl_c_by_qemu_7_2() {
+    a_guest_whose_memory_is_being_sent_is_given_back_on_a_ctrl_c(QemuBuild::V7_2);
+}
+
+#[test]
+fn a_guest_whose_memory_is_being_sent_is_given_back_on_a_ctrl_c_by_qemu_10_0() {
+    a_guest_whose_memory_is_being_sent_is_given_back_on_a_ctrl_c(QemuBuild::V10_0);
+}
+
+#[test]
+fn a_guest_whose_memory_is_being_sent_is_given_back_on_a_ctrl_c_by_qemu_11_1() {
+    a_guest_whose_memory_is_being_sent_is_given_back_on_a_ctrl_c(QemuBuild::V11_1);
+}
+
+fn a_guest_whose_memory_is_being_sent_is_given_back_on_a_ctrl_c(build: QemuBuild) {
+    for channels in ["2", "0"] {
+        let foreign = Foreign::start_with_ram(build, 1200, &LARGE_MEMFD);
+        let settings = foreign.settings();
+        let options = ["--engine", "stream", "--channels", channels];
+        let (code, error) = foreign.disturbed(&options, |_, client| faults::interrupt(client));
+        assert_eq!(
+            (code, &error["guest"]),
+            (Some(CANCELLED), &json!("running")),
+            "{error}"
+        );
+        foreign.scene.guest.wait_for_more_ticks();
+        foreign.expect_no_image();
+        assert_eq!(foreign.settings(), settings);
+        foreign.hibernate(&options).expect_success();
+        foreign
+            .scene
+            .dormouse
+            .image("verify", &image(&foreign.scene), &[])
+            .expect_success();
+    }
+}
+
+#[test]
+fn a_guest_that_somebody_runs_while_its_memory_is_being_sent_has_no_image() {
+    for build in [QemuBuild::V7_2, QemuBuild::V10_0, QemuBuild::V11_1] {
+        let foreign = Foreign::start_with_ram(build, 1200, &LARGE_MEMFD);
+        let settings = foreign.settings();
+        let (code, error) = foreign.disturbed(&["--engine", "stream"], |foreign, _| {
+            foreign.scene.guest.monitor().cont();
+        });
+        assert_eq!(
+            (code, &error["guest"]),
+            (Some(REFUSED), &json!("running")),
+            "{error}"
+        );
+        foreign.scene.guest.wait_for_more_ticks();
+        foreign.expect_no_image();
+        assert_eq!(foreign.settings(), settings);
+    }
+}
+
+#[test]
+fn a_qemu_that_is_killed_while_it_sends_its_memory_leaves_no_image() {
+    for build in [QemuBuild::V7_2, QemuBuild::V11_1] {
+        let foreign = Foreign::start_with_ram(build, 1200, &LARGE_MEMFD);
+        let (code, error) = foreign.disturbed(&["--engine", "stream"], |foreign, _| {
+            faults::kill(foreign.scene.lab.only_qemu());
+        });
+        assert_eq!(code, Some(UNREACHABLE), "{error}");
+        foreign.expect_no_image();
     }
 }

@@ -3,8 +3,11 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-use serde::{Deserialize, Serialize};
+use dormouse_storage::{Compression, ImageKey};
+use serde::de::Error;
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use uuid::Uuid;
+use zeroize::Zeroizing;
 
 use crate::error::{Code, Disposition, Failure, GuestState};
 use crate::machine::hibernate::machine::CancelAnswer;
@@ -80,7 +83,69 @@ pub enum NewOperation {
         /// Channels beside the main stream, where RAM comes from QEMU.
         #[serde(default)]
         channels: Option<u8>,
+        /// Whether RAM is compressed: `none`, `auto`, `zstd` or `zstd:LEVEL`.
+        #[serde(default, with = "compression")]
+        compress: Compression,
+        /// The key that the image is encrypted with, as 64 hexadecimal digits.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        key: Option<Key>,
+        /// The most that is written in a second, in bytes.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        rate_limit_bytes: Option<u64>,
     },
+}
+
+/// The key of an image. It is never shown but to whom it is sent.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Key(pub ImageKey);
+
+impl Serialize for Key {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_str(&self.0.to_hex())
+    }
+}
+
+impl<'de> Deserialize<'de> for Key {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let digits = Zeroizing::new(String::deserialize(deserializer)?);
+        ImageKey::from_file_content(digits.as_bytes())
+            .map(Self)
+            .map_err(D::Error::custom)
+    }
+}
+
+mod compression {
+    use dormouse_storage::Compression;
+    use serde::de::Error;
+    use serde::{Deserialize, Deserializer, Serializer};
+
+    pub fn serialize<S: Serializer>(compression: &Compression, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(compression)
+    }
+
+    pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Compression, D::Error> {
+        String::deserialize(deserializer)?
+            .parse()
+            .map_err(D::Error::custom)
+    }
+}
+
+/// What an image is written to, and how.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Storage {
+    /// `file` or `block device`.
+    pub kind: String,
+    /// `io_uring`, `pwrite`, or `buffered` where the page cache cannot be passed by.
+    pub backend: String,
+}
+
+impl From<hibernate::Storage> for Storage {
+    fn from(storage: hibernate::Storage) -> Self {
+        Self {
+            kind: storage.kind.to_string(),
+            backend: storage.backend.to_string(),
+        }
+    }
 }
 
 /// An operation.
@@ -94,6 +159,8 @@ pub struct Operation {
     pub phase: hibernate::machine::Phase,
     /// How RAM gets into the image, once that is known.
     pub choice: Option<Choice>,
+    /// What the image is on, once it is begun.
+    pub storage: Option<Storage>,
     /// RAM that is dealt with, in bytes.
     pub done_bytes: u64,
     /// RAM that is to be dealt with, in bytes.
@@ -116,8 +183,12 @@ pub struct Hibernated {
     /// How RAM got into it, and why no better way was taken.
     #[serde(flatten)]
     pub choice: Choice,
-    /// RAM that was written, in bytes.
+    /// What the image is on.
+    pub storage: Storage,
+    /// RAM that held something, in bytes.
     pub data_bytes: u64,
+    /// What was written for it, in bytes: less, if it was compressed.
+    pub stored_bytes: u64,
     /// RAM that was zero and was not written, in bytes.
     pub zero_bytes: u64,
     /// From the stop of the vCPUs to a sealed image, in milliseconds.
@@ -193,7 +264,9 @@ impl From<hibernate::Report> for Hibernated {
             image: report.image,
             image_id: report.image_id,
             choice: report.choice,
+            storage: report.storage.into(),
             data_bytes: report.data.0,
+            stored_bytes: report.stored.0,
             zero_bytes: report.zero.0,
             pause_ms: report.pause_ms,
             timings_ms: by_name(&report.timings_ms),

@@ -10,10 +10,10 @@ use tokio::sync::oneshot;
 use super::HibernateArguments;
 use super::report::{Progress, Report};
 use crate::api::client::Supervisor;
-use crate::api::types::{Hibernated, NewOperation, Operation};
+use crate::api::types::{Hibernated, Key, NewOperation, Operation};
 use crate::error::{Code, Failure};
-use crate::machine::hibernate::Request;
 use crate::machine::hibernate::machine::CancelAnswer;
+use crate::machine::hibernate::{ImageWish, Request};
 use crate::signals::Signals;
 use crate::supervisor::operation::Prepared;
 use crate::supervisor::state_dir::{StateDir, VmRecord};
@@ -25,6 +25,11 @@ pub async fn hibernate(
 ) -> Result<ExitCode, Failure> {
     let to = std::path::absolute(&arguments.to)
         .map_err(|error| Failure::new(Code::Usage, format!("{}: {error}", arguments.to.display())))?;
+    let image = ImageWish {
+        compression: arguments.compress,
+        key: arguments.key.read()?,
+        rate_limit: arguments.rate_limit,
+    };
     let progress = report.progress();
     let outcome = match (&arguments.name, &arguments.qmp) {
         (Some(name), _) => {
@@ -34,12 +39,15 @@ pub async fn hibernate(
                 replace: arguments.replace,
                 engine: arguments.engine,
                 channels: arguments.channels,
+                compress: image.compression,
+                key: image.key.map(Key),
+                rate_limit_bytes: image.rate_limit.map(|limit| limit.0),
             };
             by_supervisor(&supervisor, wish, &progress, report)
                 .await
                 .map_err(|failure| with_hint(failure, state, name))
         }
-        (None, Some(socket)) => by_ourselves(socket, to, &arguments, &progress).await,
+        (None, Some(socket)) => by_ourselves(socket, to, &arguments, image, &progress).await,
         (None, None) => Err(Failure::new(Code::Usage, "name a VM, or a monitor with --qmp")),
     };
     progress.finish();
@@ -108,6 +116,7 @@ async fn by_ourselves(
     socket: &Path,
     target: PathBuf,
     arguments: &HibernateArguments,
+    image: ImageWish,
     progress: &Progress,
 ) -> Result<Hibernated, Failure> {
     let mut signals = Signals::watch()?;
@@ -119,6 +128,7 @@ async fn by_ourselves(
         replace: arguments.replace,
         engine: arguments.engine,
         channels: arguments.channels,
+        image,
         vm_name,
         command_line,
         shape: shape.flatten(),
@@ -176,10 +186,17 @@ fn describe(hibernated: &Hibernated) -> String {
         .iter()
         .map(|why| format!("\n{why}"))
         .collect::<String>();
+    let compressed = if hibernated.stored_bytes < hibernated.data_bytes {
+        format!(" as {}", ByteCount(hibernated.stored_bytes))
+    } else {
+        String::new()
+    };
     format!(
-        "hibernated to {} (engine: {})\npaused {:.0} ms: device state {:.0} ms, RAM {:.0} ms ({} at {rate:.2} GB/s, {} of zeros left out), seal {:.0} ms{passed_over}",
+        "hibernated to {} ({}, engine: {}, {})\npaused {:.0} ms: device state {:.0} ms, RAM {:.0} ms ({}{compressed} at {rate:.2} GB/s, {} of zeros left out), seal {:.0} ms{passed_over}",
         hibernated.image.display(),
+        hibernated.storage.kind,
         hibernated.choice.engine.name(),
+        hibernated.storage.backend,
         hibernated.pause_ms,
         took("SavingDevices"),
         memory_ms,

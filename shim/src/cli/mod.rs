@@ -4,6 +4,7 @@ mod detach;
 mod doctor;
 mod hibernate;
 mod image;
+mod key;
 mod report;
 mod run;
 mod status;
@@ -14,6 +15,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{Args, Parser, Subcommand};
+use dormouse_storage::{ByteCount, Compression};
 use tracing_subscriber::EnvFilter;
 
 use crate::error::{Code, Failure};
@@ -48,9 +50,9 @@ enum Verb {
     Hibernate(HibernateArguments),
     /// Bring the guest in an image back, and supervise it
     Wake(WakeArguments),
-    /// Look into images
+    /// Look into images, check, remove, export and import them
     #[command(subcommand)]
-    Image(ImageVerb),
+    Image(image::ImageVerb),
     /// Show what VMs do
     Status(StatusArguments),
     /// Tell what can be done with a VM, what cannot, why not, and what would help
@@ -102,6 +104,26 @@ struct HibernateArguments {
     /// Channels that QEMU sends RAM over, where it does: 0 is one plain stream [default: 2 where QEMU can]
     #[arg(long, value_name = "N")]
     channels: Option<u8>,
+    /// Compress RAM: none, auto (while the volume is what holds the writing up), zstd or zstd:LEVEL. A compressed
+    /// image cannot be mapped
+    #[arg(long, value_name = "HOW", default_value_t)]
+    compress: Compression,
+    /// Write at most so much in a second (bytes, or with a suffix: 200M, 1.5G)
+    #[arg(long, value_name = "BYTES", value_parser = byte_count)]
+    rate_limit: Option<ByteCount>,
+    #[command(flatten)]
+    key: KeyArguments,
+}
+
+/// The key of an encrypted image: 32 random bytes, or 64 hexadecimal digits.
+#[derive(Debug, Args)]
+pub struct KeyArguments {
+    /// File with the image's key: 32 random bytes, or 64 hexadecimal digits
+    #[arg(long, value_name = "FILE")]
+    key_file: Option<PathBuf>,
+    /// Open file descriptor to read the image's key from
+    #[arg(long, value_name = "FD", conflicts_with = "key_file")]
+    key_fd: Option<u32>,
 }
 
 #[derive(Debug, Args)]
@@ -124,24 +146,12 @@ struct WakeArguments {
     #[arg(long)]
     verify: bool,
     #[command(flatten)]
+    key: KeyArguments,
+    #[command(flatten)]
     supervision: Supervision,
     /// Arguments for QEMU after the recorded ones
     #[arg(last = true, value_name = "QEMU CHANGES")]
     changes: Vec<String>,
-}
-
-#[derive(Debug, Subcommand)]
-enum ImageVerb {
-    /// Show what is in an image
-    Inspect(ImageArguments),
-    /// Read all of an image and check it
-    Verify(ImageArguments),
-}
-
-#[derive(Debug, Args)]
-struct ImageArguments {
-    /// The image
-    path: PathBuf,
 }
 
 #[derive(Debug, Args)]
@@ -192,12 +202,32 @@ fn start(cli: Cli, report: &Report) -> Result<ExitCode, Failure> {
             Verb::Run(arguments) => run::run(arguments, &state, report).await,
             Verb::Hibernate(arguments) => hibernate::hibernate(arguments, &state, report).await,
             Verb::Wake(arguments) => wake::wake(arguments, &state, report).await,
-            Verb::Image(ImageVerb::Inspect(arguments)) => image::inspect(&arguments.path, report),
-            Verb::Image(ImageVerb::Verify(arguments)) => image::verify(&arguments.path, report),
+            Verb::Image(verb) => image::image(verb, &state, report).await,
             Verb::Status(arguments) => status::status(arguments, &state, report).await,
             Verb::Doctor(arguments) => doctor::doctor(arguments, &state, report).await,
         }
     })
+}
+
+/// Reads `200M`, `1.5G` or plain bytes; suffixes are binary, as QEMU's are.
+fn byte_count(text: &str) -> Result<ByteCount, String> {
+    let wrong = || format!("{text:?} is not a number of bytes such as 4096, 200M or 1.5G");
+    let digits = text.trim_end_matches(|letter: char| letter.is_ascii_alphabetic());
+    let shift = match &text[digits.len()..] {
+        "" => 0,
+        "k" | "K" => 10,
+        "m" | "M" => 20,
+        "g" | "G" => 30,
+        "t" | "T" => 40,
+        _ => return Err(wrong()),
+    };
+    let number: f64 = digits.parse().map_err(|_| wrong())?;
+    let bytes = number * (1_u64 << shift) as f64;
+    // Beyond this not every number of bytes is a floating point one.
+    if !(1.0..=9e15).contains(&bytes) {
+        return Err(wrong());
+    }
+    Ok(ByteCount(bytes as u64))
 }
 
 /// The exit code of a program that is QEMU to whoever started it.
@@ -233,6 +263,16 @@ mod tests {
         };
         assert_eq!(arguments.qemu, ["qemu", "-m", "64", "--json"]);
         assert!(!cli.json);
+    }
+
+    #[test]
+    fn bytes_are_read_with_and_without_a_suffix() {
+        assert_eq!(byte_count("4096"), Ok(ByteCount(4096)));
+        assert_eq!(byte_count("200M"), Ok(ByteCount::mib(200)));
+        assert_eq!(byte_count("1.5g"), Ok(ByteCount::mib(1536)));
+        for bad in ["", "M", "0", "-1M", "1X", "1MM", "inf", "NaN", "1e30"] {
+            assert!(byte_count(bad).is_err(), "{bad}");
+        }
     }
 
     #[test]

@@ -99,21 +99,36 @@ pub struct Progress {
 impl Progress {
     /// Tells where the operation is.
     pub fn tell(&self, operation: &Operation) {
+        let (done, total) = (operation.done_bytes, operation.total_bytes);
         if self.json {
-            let (rate, eta) = self.rate_and_eta(operation);
+            let (rate, eta) = self.rate_and_eta(done, total);
             print_json(&json!({
                 "operation": operation.id,
                 "phase": operation.phase,
-                "bytes": operation.done_bytes,
-                "total": operation.total_bytes,
+                "bytes": done,
+                "total": total,
                 "rate": rate,
                 "eta": eta,
             }));
         } else {
-            self.bar.set_message(format!("{:?}", operation.phase));
-            self.bar.set_length(operation.total_bytes);
-            self.bar.set_position(operation.done_bytes);
+            self.show(&format!("{:?}", operation.phase), done, total);
         }
+    }
+
+    /// Tells how far work of our own is.
+    pub fn tell_work(&self, phase: &str, done: u64, total: u64) {
+        if self.json {
+            let (rate, eta) = self.rate_and_eta(done, total);
+            print_json(&json!({"phase": phase, "bytes": done, "total": total, "rate": rate, "eta": eta}));
+        } else {
+            self.show(phase, done, total);
+        }
+    }
+
+    fn show(&self, phase: &str, done: u64, total: u64) {
+        self.bar.set_message(phase.to_owned());
+        self.bar.set_length(total);
+        self.bar.set_position(done);
     }
 
     /// Takes the bar off the terminal.
@@ -122,19 +137,19 @@ impl Progress {
     }
 
     /// Bytes per second so far, and seconds until all are done; `None` while there is nothing to tell them by.
-    fn rate_and_eta(&self, operation: &Operation) -> (Option<f64>, Option<f64>) {
+    fn rate_and_eta(&self, done: u64, total: u64) -> (Option<f64>, Option<f64>) {
         let Ok(mut begun) = self.begun.lock() else {
             return (None, None);
         };
-        if operation.done_bytes == 0 {
+        if done == 0 {
             return (None, None);
         }
         let elapsed = begun.get_or_insert_with(Instant::now).elapsed();
         if elapsed < Duration::from_millis(1) {
             return (None, None);
         }
-        let rate = operation.done_bytes as f64 / elapsed.as_secs_f64();
-        let left = operation.total_bytes.saturating_sub(operation.done_bytes) as f64;
+        let rate = done as f64 / elapsed.as_secs_f64();
+        let left = total.saturating_sub(done) as f64;
         (Some(rate), Some(left / rate))
     }
 }

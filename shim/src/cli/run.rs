@@ -104,7 +104,7 @@ fn movable_size(line: &CommandLine) -> Result<ByteCount, Failure> {
 }
 
 /// A program given by a relative path would not be found again from elsewhere.
-fn with_absolute_program(mut command_line: Vec<String>) -> Result<Vec<String>, Failure> {
+pub(super) fn with_absolute_program(mut command_line: Vec<String>) -> Result<Vec<String>, Failure> {
     if let Some(program) = command_line.first_mut()
         && program.contains('/')
     {

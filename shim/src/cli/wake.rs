@@ -37,6 +37,7 @@ pub async fn wake(arguments: WakeArguments, state: &StateDir, report: &Report) -
         paused: arguments.paused,
         verify: arguments.verify,
         changes: arguments.changes,
+        key: arguments.key.read()?,
     };
     let surroundings = Surroundings {
         vm_directory: directory.path(),

@@ -24,7 +24,7 @@ use std::process::ExitStatus;
 use std::time::Duration;
 
 use dormouse_qmp::Client;
-use dormouse_storage::Image;
+use dormouse_storage::{ByteCount, Image};
 use rustix::process::{Pid, Signal, kill_process};
 use tokio::sync::{mpsc, oneshot, watch};
 use uuid::Uuid;
@@ -249,12 +249,20 @@ impl Desk {
             replace,
             engine,
             channels,
+            compress,
+            key,
+            rate_limit_bytes,
         } = wish;
         let request = hibernate::Request {
             target: absolute(to)?,
             replace,
             engine,
             channels,
+            image: hibernate::ImageWish {
+                compression: compress,
+                key: key.map(|key| key.0),
+                rate_limit: rate_limit_bytes.map(ByteCount),
+            },
             vm_name: handle.name.clone(),
             command_line: Some(handle.command_line.clone()),
             shape: handle.shape.clone(),

@@ -37,6 +37,7 @@ impl Prepared {
             version: 1,
             phase: Phase::Preflight,
             choice: None,
+            storage: None,
             done_bytes: 0,
             total_bytes: 0,
             result: None,
@@ -69,6 +70,7 @@ impl Prepared {
         let told = watch::Sender::new(Told {
             phase: Phase::Preflight,
             choice: None,
+            storage: None,
             progress: Arc::new(Progress::default()),
         });
         let mut news = told.subscribe();
@@ -84,6 +86,7 @@ impl Prepared {
             publish(&document, |operation| {
                 operation.phase = told.phase;
                 operation.choice = told.choice;
+                operation.storage = told.storage.map(Into::into);
                 operation.done_bytes = told.progress.done().0;
                 operation.total_bytes = told.progress.total().0;
             });

@@ -257,6 +257,16 @@ impl CommandLine {
             .find_map(|machine| machine.leading("type").map(str::to_owned))
     }
 
+    /// From where on RAM is moved above 4 GiB, where the line says so.
+    pub fn max_ram_below_4g(&self) -> Result<Option<ByteCount>, CommandLineError> {
+        let texts = self.machine_options();
+        let texts = texts.filter_map(|machine| machine.value("max-ram-below-4g").map(str::to_owned));
+        texts
+            .last()
+            .map(|text| parse_size(&text, 1).ok_or(CommandLineError::Size(text)))
+            .transpose()
+    }
+
     /// The size of main RAM.
     pub fn ram_size(&self) -> Result<ByteCount, CommandLineError> {
         let text = self

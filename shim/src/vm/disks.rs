@@ -156,8 +156,9 @@ fn seen(named: &str, directory: &Path) -> (String, Option<DiskWitness>) {
     (file.to_string_lossy().into_owned(), witness(&file))
 }
 
-/// Regular files only: size and time of a device node say nothing about what is on the device.
-fn witness(file: &Path) -> Option<DiskWitness> {
+/// What the file looks like now. Regular files only: size and time of a device node say nothing about what is on the
+/// device.
+pub fn witness(file: &Path) -> Option<DiskWitness> {
     let metadata = fs::metadata(file).ok().filter(fs::Metadata::is_file)?;
     Some(DiskWitness {
         device_id: metadata.dev(),

@@ -1,28 +1,33 @@
 //! Which file a file is, whatever it is called.
 
 use std::fs::{self, File, Metadata};
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::Path;
 
-/// A file, whatever its names: the device that it is on, and its inode there.
+/// A file, whatever its names: the device that it is on, and its inode there. Of a block device, whose nodes can be many:
+/// its own number, and no inode.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct FileIdentity {
     /// Major number of the device.
     pub major: u32,
     /// Minor number of the device.
     pub minor: u32,
-    /// Inode number.
+    /// Inode number; 0 for a block device.
     pub inode: u64,
 }
 
 impl FileIdentity {
     /// Of a file that was looked at.
     pub fn of(metadata: &Metadata) -> Self {
-        let device = metadata.dev();
+        let (device, inode) = if metadata.file_type().is_block_device() {
+            (metadata.rdev(), 0)
+        } else {
+            (metadata.dev(), metadata.ino())
+        };
         Self {
             major: rustix::fs::major(device),
             minor: rustix::fs::minor(device),
-            inode: metadata.ino(),
+            inode,
         }
     }
 

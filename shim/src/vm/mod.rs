@@ -14,4 +14,5 @@ pub mod monitor;
 pub mod options;
 pub mod process;
 pub mod ram_home;
+pub mod rehearsal;
 pub mod shape;

@@ -193,7 +193,7 @@ impl ChunkTable {
         })
     }
 
-    /// Whether RAM can be mapped from where it lies: nothing is compressed or encrypted.
+    /// Whether RAM lies as it is: nothing is compressed or encrypted.
     pub(super) fn is_raw(&self) -> bool {
         let raw = |chunk: &Chunk| match chunk.content {
             ChunkContent::Zero => true,

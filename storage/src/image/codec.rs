@@ -154,6 +154,8 @@ pub(super) struct Unpacker {
     /// What was stored; of a raw chunk also what it was made of.
     pub(super) stored: AlignedBuf,
     plain: Option<AlignedBuf>,
+    /// Where the chunk is that was unpacked last.
+    unpacked: Form,
     decompressor: Option<Decompressor<'static>>,
 }
 
@@ -162,6 +164,7 @@ impl Unpacker {
         Self {
             stored: AlignedBuf::zeroed(chunk_bytes as usize),
             plain: None,
+            unpacked: Form::Raw,
             decompressor: None,
         }
     }
@@ -182,6 +185,7 @@ impl Unpacker {
                 .open_chunk(place, seal, bytes)
                 .map_err(|_| DecodeError::NotAuthentic)?;
         }
+        self.unpacked = stored.form;
         if stored.form == Form::Raw {
             return Ok(bytes);
         }
@@ -197,6 +201,16 @@ impl Unpacker {
         match decompressor.decompress_to_buffer(bytes, &mut plain[..whole]) {
             Ok(found) if found == whole => Ok(&plain[..whole]),
             _ => Err(DecodeError::Frame),
+        }
+    }
+}
+
+impl Unpacker {
+    /// The chunk that was unpacked last, and behind it, if it was a short one, anything.
+    pub(super) fn unpacked(&self) -> &[u8] {
+        match (self.unpacked, &self.plain) {
+            (Form::Zstd, Some(plain)) => plain,
+            _ => &self.stored,
         }
     }
 }

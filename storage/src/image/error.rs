@@ -23,6 +23,12 @@ pub enum ImageError {
         /// The file.
         path: PathBuf,
     },
+    /// The block device holds something that was never an image of Dormouse.
+    #[error("{path} holds something that is not a Dormouse image; it is overwritten only when told to replace it", path = path.display())]
+    DeviceHoldsOther {
+        /// The device.
+        path: PathBuf,
+    },
     /// A later version of Dormouse wrote it in a format that this one cannot read.
     #[error("{path} has format {found}, this version reads up to {supported}", path = path.display())]
     NewerFormat {

@@ -155,7 +155,7 @@ impl Layout {
         self.blocks.iter().map(|block| block.length).sum()
     }
 
-    pub(super) fn index_of(&self, name: &str) -> Option<usize> {
+    pub(crate) fn index_of(&self, name: &str) -> Option<usize> {
         self.blocks.iter().position(|block| block.name == name)
     }
 

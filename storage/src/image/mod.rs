@@ -13,24 +13,28 @@
 //!
 //! What is guaranteed:
 //!
-//! * **There is no half image.** It is written under a hidden name and gets its own in one step,
-//!   after all of it is on the disk. Whoever writes and gives up leaves nothing.
+//! * **There is no half image.** A file is written under a hidden name and gets its own in one step,
+//!   after all of it is on the disk; a block device says `writing` until then. Whoever writes and gives
+//!   up leaves nothing. How, is told in `volume`.
 //! * **Nothing that failed a check is handed on.** Every byte is under a CRC-32; lengths are
 //!   checked against limits and the file before anything is allocated or parsed.
 //! * **An image wakes once.** Its state says how far that went ([`ImageState`]); a change is
 //!   durable before it is acknowledged, and no damage to one place brings an older state back.
 //! * **One owner.** Writing, waking and replacing hold an exclusive `flock`; looking needs none.
 
+mod broken;
 mod chunk_writer;
 pub(crate) mod chunks;
 mod cipher;
 mod codec;
 mod compression;
+mod contents;
 pub(crate) mod error;
 mod key;
 mod layout;
 pub mod manifest;
 mod pages;
+mod random;
 pub(crate) mod reader;
 mod received;
 mod sealed;
@@ -40,6 +44,7 @@ mod verify;
 mod workers;
 mod writer;
 
+pub use broken::remove_broken;
 pub use chunks::TableError;
 pub use compression::{Compression, CompressionError};
 pub use error::{Corruption, ImageError, Mismatch, TornBecause};
@@ -47,9 +52,11 @@ pub use key::{ImageKey, KEY_BYTES, KeyError};
 pub use layout::{BlockPlacement, BlockSize, Layout, LayoutError};
 pub use manifest::Manifest;
 pub use pages::Pages;
-pub use reader::{Image, Usage};
+pub use random::RandomReader;
+pub use reader::{Image, Unmappable, Usage};
 pub use sealed::SealedImage;
 pub use state::ImageState;
 pub use superblock::FORMAT_VERSION;
 pub use verify::Verified;
+pub(crate) use workers::for_each_chunk;
 pub use writer::{CreateOptions, ImageWriter, MemoryWritten};

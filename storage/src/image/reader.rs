@@ -19,6 +19,7 @@ use super::key::ImageKey;
 use super::layout::{BlockPlacement, Layout};
 use super::manifest::Manifest;
 use super::pages::Pages;
+use super::random::RandomReader;
 use super::state::ImageState;
 use super::superblock::{Area, COPY_BYTES, COPY_OFFSETS, FORMAT_1, FORMAT_VERSION, Superblock, Superblocks};
 use super::workers::for_each_chunk;
@@ -42,6 +43,21 @@ pub struct Usage {
     pub device_state: ByteCount,
     /// Space that it takes on the disk.
     pub allocated: ByteCount,
+}
+
+/// Why RAM cannot be mapped from an image.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum Unmappable {
+    /// It is encrypted.
+    #[error("the image is encrypted")]
+    Encrypted,
+    /// Some of it is compressed.
+    #[error("the image is compressed")]
+    Compressed,
+    /// What was zero does not read as zeros: the save was cut short after the image was complete, before the
+    /// device's old data was cleared.
+    #[error("the old data on the device was not cleared where the guest's memory was zero")]
+    OldData,
 }
 
 /// An image that was opened.
@@ -115,10 +131,21 @@ impl Image {
         self.cipher.is_some()
     }
 
-    /// Whether RAM can be mapped from where it lies: nothing is compressed or encrypted, and what was zero
-    /// reads as zeros.
-    pub fn is_mappable(&self) -> bool {
-        self.superblock.zeros_read_as_zeros && self.table.is_raw()
+    /// Whether RAM can be mapped from where it lies; why not.
+    ///
+    /// # Errors
+    ///
+    /// [`Unmappable`] tells what is in the way.
+    pub fn check_mappable(&self) -> Result<(), Unmappable> {
+        if self.is_encrypted() {
+            Err(Unmappable::Encrypted)
+        } else if !self.table.is_raw() {
+            Err(Unmappable::Compressed)
+        } else if !self.superblock.zeros_read_as_zeros {
+            Err(Unmappable::OldData)
+        } else {
+            Ok(())
+        }
     }
 
     /// Version of the format that it is in.
@@ -214,6 +241,11 @@ impl Image {
     /// the system refuses; each page can fail likewise.
     pub fn pages(&self, except: &[&str]) -> Result<Pages<'_>, ImageError> {
         Pages::of(self, except)
+    }
+
+    /// Reads pages in any order.
+    pub fn random(&self) -> RandomReader<'_> {
+        RandomReader::of(self)
     }
 
     /// Fills the RAM of a guest to be woken: blocking, with as many threads as `run` says. Zero
@@ -403,6 +435,10 @@ impl Image {
             manifest,
             cipher: None,
         })
+    }
+
+    pub(super) fn chunk_bytes(&self) -> u32 {
+        self.superblock.chunk_bytes
     }
 
     pub(super) fn unpacker(&self) -> Unpacker {

@@ -77,7 +77,7 @@ impl Image {
             }
             ChunkContent::Stored(_) => return self.read_chunk(block, chunk, unpacker).map(|_| ()),
             // Nobody looks at its place.
-            ChunkContent::Zero if !self.is_mappable() => return Ok(()),
+            ChunkContent::Zero if self.check_mappable().is_err() => return Ok(()),
             ChunkContent::Zero => {}
         }
         let offset = placement.offset + start;

@@ -13,7 +13,7 @@ use crate::Run;
 
 /// Does `work` for every number below `count` and returns the results in order. Each worker has its
 /// own state from `begin`, and `end` is the last that is done with it, also after a failure.
-pub(super) fn for_each_chunk<S, R: Send>(
+pub(crate) fn for_each_chunk<S, R: Send>(
     run: &Run<'_>,
     count: usize,
     begin: impl Fn() -> S + Sync,

@@ -12,6 +12,7 @@
 //! encrypted, goes through a buffer.
 
 use std::io;
+use std::ops::AddAssign;
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
@@ -40,7 +41,7 @@ use crate::{ByteCount, GuestMemory, Run};
 pub struct CreateOptions {
     /// Whether a used image at the target may be replaced. A file that is not an image, an image that
     /// holds a guest, and what is in use never are; a block device is overwritten whatever else is on
-    /// it.
+    /// it, and from the beginning on.
     pub replace: bool,
     /// Id of the new image.
     pub image_id: Uuid,
@@ -77,6 +78,14 @@ pub struct MemoryWritten {
     pub stored: ByteCount,
     /// Bytes that were zero, holes included, and were not.
     pub zero: ByteCount,
+}
+
+impl AddAssign for MemoryWritten {
+    fn add_assign(&mut self, other: Self) {
+        self.data += other.data;
+        self.stored += other.stored;
+        self.zero += other.zero;
+    }
 }
 
 /// An image that is being written.
@@ -247,16 +256,12 @@ impl ImageWriter {
         let received = Received::by(self.chunk_writer(run.cancelled));
         let recording = incoming.receive(&self.layout, tail_bound, &received, run)?;
         let chunks = received.into_chunks();
-        let written = chunks.iter().flatten().map(|chunks| written(chunks)).fold(
-            MemoryWritten::default(),
-            |all, block| MemoryWritten {
-                data: all.data + block.data,
-                stored: all.stored + block.stored,
-                zero: all.zero + block.zero,
-            },
-        );
+        let mut all = MemoryWritten::default();
+        for of_block in chunks.iter().flatten() {
+            all += written(of_block);
+        }
         self.chunks = chunks;
-        Ok((recording, written))
+        Ok((recording, all))
     }
 
     /// Makes the image whole and gives it its name, in this order: chunk table, device state,

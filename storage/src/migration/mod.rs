@@ -33,16 +33,21 @@
 
 mod cpr;
 mod cursor;
+mod devices;
+mod mapped_ram;
 mod multifd;
 mod page_sink;
 mod parse;
 mod precopy;
 mod recording;
+mod slice;
 mod wire;
 
 use std::ops::Deref;
 
 pub use cpr::{CPR_STREAM_LIMIT, CprEntry, CprError, cpr_entries};
+pub use devices::{Device, DevicesError};
+pub(crate) use mapped_ram::{MappedBlock, MappedFile, MappedRam, ReadError};
 pub(crate) use multifd::MULTIFD_MAGIC;
 pub use multifd::{MULTIFD_OPENING_BYTES, MULTIFD_PACKET_BYTES, MultifdError, MultifdOpening, MultifdPacket};
 pub(crate) use page_sink::{PageSink, ReceiveError};

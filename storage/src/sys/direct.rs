@@ -77,6 +77,17 @@ impl DirectFile {
         })
     }
 
+    /// A file that is nothing of the kind, for tests of what is done with one.
+    #[cfg(test)]
+    pub(super) fn taken_for_direct(file: File) -> Self {
+        Self {
+            buffered: file.try_clone().expect("a descriptor"),
+            direct: Some(file),
+            refused: AtomicBool::new(false),
+            writeback: Writeback::default(),
+        }
+    }
+
     /// Whether aligned transfers go past the page cache.
     pub(crate) fn is_direct(&self) -> bool {
         self.direct.is_some() && !self.refused.load(Ordering::Relaxed)
@@ -184,6 +195,8 @@ fn file_offset(offset: u64) -> io::Result<libc::off64_t> {
 mod tests {
     use super::*;
     use crate::sys::AlignedBuf;
+    use crate::sys::writeback::WINDOW_BYTES;
+    use crate::sys::writeback::tests::cached_pages;
 
     fn new_file(path: &Path) -> File {
         OpenOptions::new()
@@ -214,6 +227,21 @@ mod tests {
         let mut few = [0; 100];
         direct.read_exact_at(&mut few, 3).unwrap();
         assert_eq!(few[..], written[..100]);
+    }
+
+    #[test]
+    fn what_goes_through_the_cache_does_not_stay_there() {
+        const LENGTH: usize = 64 << 20;
+        let file = tempfile::tempfile_in("/var/tmp").unwrap();
+        let buffered = DirectFile::buffered(&file).unwrap();
+        assert!(!buffered.is_direct());
+        let part = AlignedBuf::zeroed(1 << 20);
+        for offset in (0..LENGTH).step_by(part.len()) {
+            buffered.write_all_at(&part, offset as u64).unwrap();
+        }
+        let cached = cached_pages(&file, LENGTH) * ALIGNMENT;
+        assert!(cached as u64 <= 3 * WINDOW_BYTES, "{cached} bytes");
+        assert_eq!(file.metadata().unwrap().len(), LENGTH as u64);
     }
 
     #[test]

@@ -19,14 +19,17 @@ pub(crate) fn why_no_uring() -> Option<&'static io::Error> {
 }
 
 fn try_uring() -> io::Result<()> {
-    let ring = IoUring::new(1)?;
+    let mut ring = IoUring::new(1)?;
     let mut probe = Probe::new();
     ring.submitter().register_probe(&mut probe)?;
-    if probe.is_supported(opcode::Write::CODE) {
-        Ok(())
-    } else {
-        Err(io::Error::from(io::ErrorKind::Unsupported))
+    if !probe.is_supported(opcode::Write::CODE) {
+        return Err(io::Error::from(io::ErrorKind::Unsupported));
     }
+    // A profile can let a ring be made and refuse to have it entered.
+    // SAFETY: the entry does nothing and refers to no memory.
+    let pushed = unsafe { ring.submission().push(&opcode::Nop::new().build()) };
+    pushed.map_err(io::Error::other)?;
+    ring.submit_and_wait(1).map(drop)
 }
 
 /// What a file system says about O_DIRECT to a file.
@@ -58,13 +61,18 @@ pub(crate) fn direct_io(file: &File) -> DirectIo {
 /// Does `work` in a thread to which io_uring is refused, as container runtimes do it.
 #[cfg(test)]
 pub(crate) fn without_uring<R: Send>(work: impl FnOnce() -> R + Send) -> R {
+    without(libc::SYS_io_uring_setup, work)
+}
+
+#[cfg(test)]
+fn without<R: Send>(call: libc::c_long, work: impl FnOnce() -> R + Send) -> R {
     let rule = |code, jump_true, jump_false, value| libc::sock_filter {
         code,
         jt: jump_true,
         jf: jump_false,
         k: value,
     };
-    let number = libc::SYS_io_uring_setup as u32;
+    let number = call as u32;
     // Load the number of the call; if it is that one say EPERM, else let it pass.
     let mut filter = [
         rule((libc::BPF_LD | libc::BPF_W | libc::BPF_ABS) as u16, 0, 0, 0),
@@ -109,8 +117,14 @@ mod tests {
     #[test]
     fn io_uring_is_found_out_by_trying() {
         try_uring().unwrap();
-        let refused = without_uring(|| try_uring().unwrap_err());
-        assert_eq!(refused.raw_os_error(), Some(libc::EPERM));
+        for call in [
+            libc::SYS_io_uring_setup,
+            libc::SYS_io_uring_register,
+            libc::SYS_io_uring_enter,
+        ] {
+            let refused = without(call, || try_uring().unwrap_err());
+            assert_eq!(refused.raw_os_error(), Some(libc::EPERM), "call {call}");
+        }
     }
 
     #[test]

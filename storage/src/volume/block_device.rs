@@ -33,7 +33,9 @@
 //! | a consumed image, or one with damaged superblocks | [`ImageError::TargetExists`] | yes |
 //! | a sealed or waking image | [`ImageError::HoldsGuest`] | [`ImageError::HoldsGuest`] |
 //! | an image of a later format | [`ImageError::NewerFormat`] | [`ImageError::NewerFormat`] |
-//! | anything else | [`ImageError::NotAnImage`] | yes: a device is made to be overwritten, a file that is no image never is |
+//! | anything else | [`ImageError::DeviceHoldsOther`] | yes: a device is made to be overwritten, a file that is no image never is |
+//!
+//! What is overwritten is gone from the beginning on, not only from the seal on as it is with files.
 //!
 //! A device on which neither the seal nor the wipe worked is told as [`ImageError::MayBeSealed`]. One
 //! that is in use (mounted, swap, part of another device, or held by another Dormouse), read-only
@@ -193,7 +195,7 @@ fn check_content(device: &File, path: &Path, length: ByteCount, replace: bool) -
             if sys::is_zero(looked_at) {
                 return Ok(());
             }
-            may_be_replaced(ImageError::NotAnImage {
+            may_be_replaced(ImageError::DeviceHoldsOther {
                 path: path.to_owned(),
             })
         }

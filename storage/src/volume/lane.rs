@@ -10,6 +10,12 @@ use crate::sys::uring::{Ring, Source};
 use crate::sys::{ALIGNMENT, AlignedBuf, DirectFile, Mapping};
 
 /// Writes that a lane has in flight at most.
+///
+/// 2000 MiB of random RAM on tmpfs to a new file on ext4, two CPUs, sync included, each run against an `fio`
+/// right before it (io_uring, 1 MiB, 8 in flight, `end_fsync=1`); median of five ratios, least to most, three
+/// lanes: with 4 KiB pages 2 in flight 1.13 (0.62 to 1.44), 4 1.18 (1.03 to 1.49), 8 1.22 (1.03 to 1.79); with
+/// huge pages 1.30 (1.20 to 1.48), 1.40 (1.31 to 1.47), 1.50 (1.37 to 2.50). At the same 0.25 and 0.06
+/// CPU-seconds per GiB for all, 8 takes twice the buffers for less than the spread.
 pub(super) const DEPTH: usize = 4;
 
 /// A worker thread's own queue of writes.

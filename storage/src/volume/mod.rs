@@ -34,7 +34,7 @@ use uuid::Uuid;
 pub use backend::{Backend, VolumeKind};
 use block_device::DeviceInWriting;
 use file::PartialFile;
-pub(crate) use hold::{leads_to, open_held};
+pub(crate) use hold::{is_block_device, leads_to, open_held};
 pub(crate) use lane::Lane;
 pub(crate) use published::{Published, allocated, remove};
 
@@ -44,6 +44,9 @@ use crate::image::chunks::CHUNK_BYTES;
 use crate::image::error::is_out_of_space;
 use crate::image::superblock::{self, COPY_BYTES};
 use crate::sys::{self, ALIGNMENT, AlignedBuf, DirectFile};
+
+/// What an image takes when it is begun.
+const BEGINNING: ByteCount = ByteCount(2 * COPY_BYTES as u64);
 
 /// Where an image is being written.
 #[derive(Debug)]
@@ -96,7 +99,7 @@ impl Volume {
         };
         volume
             .begin(&superblock::beginning(image_id, CHUNK_BYTES).encode())
-            .map_err(|source| volume.failed("begin", ByteCount::ZERO, source))?;
+            .map_err(|source| volume.failed("begin", BEGINNING, source))?;
         Ok(volume)
     }
 

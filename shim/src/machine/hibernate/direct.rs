@@ -49,12 +49,20 @@ pub async fn find_settings(client: &Client, plan: &Plan) -> Result<MigrationSett
     }
 }
 
-/// Has QEMU migrate its devices to us, and finds the memory. Returns once QEMU stands still for good.
-pub async fn record(client: &Client, plan: &Plan) -> Result<(Recording, Vec<Source>), Failure> {
-    let (handed_over, mut stream) = match plan.choice.engine {
-        Engine::DirectCpr => cpr::take_over(client, plan.pid).await?,
-        Engine::Direct | Engine::Stream => (HandedOver::new(), leave_out(client).await?),
-    };
+/// Has QEMU migrate its devices to us; returns what it hands over, and the stream that they come in.
+pub async fn connect(client: &Client, plan: &Plan) -> Result<(HandedOver, UnixStream), Failure> {
+    match plan.choice.engine {
+        Engine::DirectCpr => cpr::take_over(client, plan.pid).await,
+        Engine::Direct | Engine::Stream => Ok((HandedOver::new(), leave_out(client).await?)),
+    }
+}
+
+/// Reads the devices, and finds the memory. Returns once QEMU stands still for good.
+pub async fn record(
+    client: &Client,
+    plan: &Plan,
+    (handed_over, mut stream): (HandedOver, UnixStream),
+) -> Result<(Recording, Vec<Source>), Failure> {
     let bytes = read_to_bound(&mut stream, plan.stream_bound()).await?;
     let migration = wait_for_migration_end(client, MIGRATION_END_TIMEOUT).await?;
     if migration.status != Some(MigrationStatus::Completed) {
@@ -86,9 +94,7 @@ pub fn write_memory(
                 format!("cannot map RAM block {name}: {}", sentence(&error)),
             )
         })?;
-        let part = writer.write_memory(&name, &memory, run)?;
-        written.data += part.data;
-        written.zero += part.zero;
+        written += writer.write_memory(&name, &memory, run)?;
     }
     Ok(written)
 }

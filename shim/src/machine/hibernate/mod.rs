@@ -8,7 +8,7 @@ pub mod stream;
 
 use std::path::PathBuf;
 
-use dormouse_storage::ByteCount;
+use dormouse_storage::{Backend, ByteCount, Compression, ImageKey, VolumeKind};
 use uuid::Uuid;
 
 use crate::vm::engine::{Choice, Wish};
@@ -25,12 +25,34 @@ pub struct Request {
     pub engine: Wish,
     /// Channels beside the main stream, where RAM comes from QEMU; `None`: as many as are good, 0: none.
     pub channels: Option<u8>,
+    /// What the image is to be like.
+    pub image: ImageWish,
     /// The name of the VM, for the image's manifest.
     pub vm_name: String,
     /// QEMU's command line as the user gave it; `None`: take what QEMU's process shows.
     pub command_line: Option<Vec<String>>,
     /// What the machine was made of at its start; `None`: nobody noted it.
     pub shape: Option<Shape>,
+}
+
+/// What an image is to be like.
+#[derive(Debug, Clone, Default)]
+pub struct ImageWish {
+    /// Whether RAM is compressed.
+    pub compression: Compression,
+    /// The key that it is encrypted with, if it is.
+    pub key: Option<ImageKey>,
+    /// The most that is written in a second.
+    pub rate_limit: Option<ByteCount>,
+}
+
+/// What an image is written to, and how.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Storage {
+    /// A file or a block device.
+    pub kind: VolumeKind,
+    /// How RAM gets there.
+    pub backend: Backend,
 }
 
 /// What came of it.
@@ -42,8 +64,12 @@ pub struct Report {
     pub image_id: Uuid,
     /// How RAM got into it.
     pub choice: Choice,
-    /// RAM that was written.
+    /// What the image is on.
+    pub storage: Storage,
+    /// RAM that held something.
     pub data: ByteCount,
+    /// What was written for it.
+    pub stored: ByteCount,
     /// RAM that was zero and was not.
     pub zero: ByteCount,
     /// How long each phase took, in milliseconds, in order.

@@ -174,10 +174,8 @@ fn check_target(target: &Path, replace: bool) -> Result<(), Failure> {
         ));
     }
     match fs::metadata(target) {
-        Ok(found) if found.file_type().is_block_device() => Err(Failure::new(
-            Code::Refused,
-            format!("{} is a block device; images go to files yet", target.display()),
-        )),
+        // What is on a device is for the writer to judge.
+        Ok(found) if found.file_type().is_block_device() => Ok(()),
         Ok(found) if !found.is_file() => usage("is not a file"),
         Ok(_) if !replace => Err(Failure::new(
             Code::Refused,

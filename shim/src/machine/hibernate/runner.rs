@@ -5,6 +5,8 @@
 //!  effect ──► perform ──► outcome ──► machine.step ──► next effect
 //! ```
 
+use std::io;
+use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::pin::pin;
 use std::sync::Arc;
@@ -23,7 +25,7 @@ use uuid::Uuid;
 use super::direct::{self, Source};
 use super::machine::{CancelAnswer, Effect, GiveBack, Input, Machine, Phase};
 use super::plan::{Plan, preflight};
-use super::{Report, Request, stream};
+use super::{Report, Request, Storage, stream};
 use crate::error::{Code, Failure, GuestState, sentence};
 use crate::machine::effect::{blocking, joined, milliseconds, out_of_order};
 use crate::machine::interrupt::Interrupt;
@@ -31,6 +33,9 @@ use crate::vm::engine::Choice;
 use crate::vm::memory::DEVICE_STATE_BOUND;
 use crate::vm::monitor::{self, MigrationSettings, wait_for_migration_end, wait_for_run_state};
 use crate::vm::process::ProcessEnd;
+
+/// How long QEMU may take to connect for a migration.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// How long `stop` may take.
 const STOP_TIMEOUT: Duration = Duration::from_secs(600);
@@ -51,6 +56,8 @@ pub struct Told {
     pub phase: Phase,
     /// How RAM gets into the image, once that is known.
     pub choice: Option<Choice>,
+    /// What the image is on, once it is begun.
+    pub storage: Option<Storage>,
     /// How much RAM is dealt with; meaningful in `SavingMemory`.
     pub progress: Arc<Progress>,
 }
@@ -125,6 +132,9 @@ struct Work {
     settings: Option<MigrationSettings>,
     recording: Option<Recording>,
     incoming: Option<Incoming>,
+    /// The connections that RAM comes over, to be ended whatever their readers wait for.
+    connections: Vec<UnixStream>,
+    storage: Option<Storage>,
     written: MemoryWritten,
     sealed: Option<SealedImage>,
     /// Threads that write an image that nobody wants any more; they end when the storage lets them.
@@ -148,6 +158,8 @@ impl Work {
             settings: None,
             recording: None,
             incoming: None,
+            connections: Vec::new(),
+            storage: None,
             written: MemoryWritten::default(),
             sealed: None,
             abandoned: None,
@@ -163,7 +175,7 @@ impl Work {
             Effect::Preflight => interrupt.or(self.preflight()).await,
             Effect::Reserve => self.reserve().await,
             Effect::Pause => self.pause(was_running).await,
-            Effect::SaveDevices => interrupt.or(self.save_devices()).await,
+            Effect::SaveDevices => self.save_devices().await,
             Effect::SaveMemory => self.save_memory().await,
             Effect::Seal => self.seal(was_running).await,
             Effect::Terminate => self.terminate().await,
@@ -209,19 +221,32 @@ impl Work {
     async fn reserve(&mut self) -> Result<(), Failure> {
         let plan = self.plan()?;
         let (target, replace, image_id) = (self.request.target.clone(), self.request.replace, self.image_id);
+        let image = self.request.image.clone();
         let writer = blocking(move || {
             let options = CreateOptions {
                 replace,
                 image_id,
-                ..CreateOptions::default()
+                backend: None,
+                compression: image.compression,
+                key: image.key,
+                rate_limit: image.rate_limit,
             };
             let mut writer = ImageWriter::create(&target, plan.layout.clone(), options)?;
             writer.reserve(DEVICE_STATE_BOUND)?;
             Ok(writer)
         })
         .await?;
+        self.note_storage(&writer);
         self.writer = Some(writer);
         Ok(())
+    }
+
+    fn note_storage(&mut self, writer: &ImageWriter) {
+        self.storage = Some(Storage {
+            kind: writer.kind(),
+            backend: writer.backend(),
+        });
+        self.told.send_modify(|told| told.storage = self.storage);
     }
 
     async fn pause(&mut self, was_running: bool) -> Result<(), Failure> {
@@ -239,21 +264,30 @@ impl Work {
     }
 
     /// Has QEMU send its devices, and learns where the memory is, or gets the connections that it will come over.
+    ///
+    /// An interrupt waits until QEMU has connected, which takes it some milliseconds: cancelled before, QEMU 7.2 waits
+    /// for ever for its channels, and later ones refuse the next migration.
     async fn save_devices(&mut self) -> Result<(), Failure> {
         let plan = self.plan()?;
+        let client = self.client.clone();
         self.incoming = match plan.choice.channels {
             None => {
-                self.set(direct::find_settings(&self.client, &plan).await?)
-                    .await?;
-                let (recording, sources) = direct::record(&self.client, &plan).await?;
+                self.set(direct::find_settings(&client, &plan).await?).await?;
+                let connected = in_time(direct::connect(&client, &plan)).await?;
+                let record = direct::record(&client, &plan, connected);
+                let (recording, sources) = self.interrupt.or(record).await?;
                 self.progress
                     .expect(sources.iter().map(|source| source.length).sum());
                 Some(Incoming::Sources(recording, sources))
             }
             Some(channels) => {
-                self.set(stream::find_settings(&self.client, channels).await?)
-                    .await?;
-                let connections = stream::open(&self.client, &plan, channels).await?;
+                self.set(stream::find_settings(&client, channels).await?).await?;
+                let connections = in_time(stream::connect(&client, &plan, channels)).await?;
+                self.connections = connections
+                    .iter()
+                    .map(UnixStream::try_clone)
+                    .collect::<io::Result<_>>()
+                    .map_err(|error| Failure::new(Code::Internal, format!("cannot hold a connection: {error}")))?;
                 self.progress.expect(plan.memory.total());
                 Some(Incoming::Connections(connections))
             }
@@ -302,6 +336,8 @@ impl Work {
             self.interrupt.or(stream::settle(&self.client)).await?;
             plan.check_blocks(&recording)?;
         }
+        // A file system can refuse what it allowed at first.
+        self.note_storage(&writer);
         (self.writer, self.recording, self.written) = (Some(writer), Some(recording), written);
         Ok(())
     }
@@ -391,6 +427,12 @@ impl Work {
         let client = self.client.with_deadline(ROLL_BACK_TIMEOUT);
         if monitor::run_state(&client).await? != RunState::Postmigrate {
             client.execute(&command::migrate_cancel {}).await?;
+            // A QEMU that is being cancelled waits for what its channels have to send; whoever reads them may wait for
+            // storage.
+            for connection in self.connections.drain(..) {
+                // It may have ended by itself.
+                let _ = connection.shutdown(Shutdown::Both);
+            }
             wait_for_migration_end(&client, ROLL_BACK_TIMEOUT).await?;
         }
         let in_between = |state: &RunState| *state == RunState::FinishMigrate;
@@ -514,12 +556,26 @@ impl Work {
             choice: self.plan()?.choice.clone(),
             image: self.request.target,
             image_id: self.image_id,
+            storage: self.storage.ok_or_else(out_of_order)?,
             data: self.written.data,
+            stored: self.written.stored,
             zero: self.written.zero,
             timings_ms: self.timings_ms,
             pause_ms: self.pause_ms,
         })
     }
+}
+
+/// Waits for QEMU to connect, and not for ever.
+async fn in_time<T>(connect: impl Future<Output = Result<T, Failure>>) -> Result<T, Failure> {
+    tokio::time::timeout(CONNECT_TIMEOUT, connect)
+        .await
+        .unwrap_or_else(|_| {
+            Err(Failure::new(
+                Code::TimedOut,
+                format!("QEMU did not connect to send the guest within {CONNECT_TIMEOUT:?}"),
+            ))
+        })
 }
 
 /// The run state after a migration is one that only another migration brings back once it was left. So a guest that

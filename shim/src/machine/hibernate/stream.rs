@@ -2,7 +2,7 @@
 //! wished (multifd), and goes into the image chunk by chunk as it comes.
 //!
 //! ```text
-//!  open      settings, migrate ──► QEMU connects ──► connections, nothing read yet
+//!  connect   migrate           ──► QEMU connects ──► connections, nothing read yet
 //!  (the image's writer reads them to their end, on threads of its own)
 //!  settle    QEMU says `completed` and stands still for good, or says why not
 //! ```
@@ -50,7 +50,7 @@ pub async fn find_settings(client: &Client, channels: u8) -> Result<MigrationSet
 }
 
 /// Begins the migration; returns its connections.
-pub async fn open(client: &Client, plan: &Plan, channels: u8) -> Result<Vec<StdStream>, Failure> {
+pub async fn connect(client: &Client, plan: &Plan, channels: u8) -> Result<Vec<StdStream>, Failure> {
     let connections = match channels {
         0 => vec![one(client).await?],
         channels => several(client, plan.pid, channels).await?,

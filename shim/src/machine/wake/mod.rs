@@ -6,6 +6,7 @@ pub mod runner;
 
 use std::path::PathBuf;
 
+use dormouse_storage::ImageKey;
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
@@ -22,6 +23,8 @@ pub struct Request {
     pub verify: bool,
     /// Arguments for QEMU after the recorded ones.
     pub changes: Vec<String>,
+    /// The image's key, if it is encrypted.
+    pub key: Option<ImageKey>,
 }
 
 /// How RAM comes back.

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use dormouse_storage::image::manifest::{GuestState as SavedState, Manifest};
-use dormouse_storage::{ByteCount, Image, ImageState};
+use dormouse_storage::{ByteCount, Image, ImageState, Unmappable};
 
 use super::{Mode, Request};
 use crate::error::{Code, Failure};
@@ -53,19 +53,20 @@ pub async fn plan(image: &Image, request: &Request, scratch: &Path) -> Result<Pl
     let recorded = manifest.command_line.as_ref().ok_or_else(|| {
         Failure::new(
             Code::Refused,
-            "the image does not say how its guest was started".to_owned(),
+            "the image does not say how its guest was started; import it again, with the QEMU command line after `--`".to_owned(),
         )
     })?;
     let refused =
         |error: CommandLineError| Failure::new(Code::Refused, format!("the recorded command line: {error}"));
     let line = CommandLine::parse(recorded).map_err(refused)?;
     let (offset_property, rom_property) = abilities(manifest, line.program(), scratch).await?;
-    let mode = choose_mode(
-        request.mode,
+    let against_map = against_map(
+        image.check_mappable(),
         offset_property,
         line.shares_memory(),
         &manifest.qemu.version,
-    )?;
+    );
+    let mode = choose_mode(request.mode, against_map)?;
     let main_ram = manifest.machine_default_ram_id.clone().unwrap_or_default();
     if main_ram.is_empty() && !line.names_main_memory() {
         return Err(Failure::new(
@@ -155,26 +156,41 @@ async fn abilities(manifest: &Manifest, program: &str, scratch: &Path) -> Result
     Ok((qemu.memory_backend_offset, qemu.memory_backend_rom))
 }
 
-fn choose_mode(
-    wanted: Option<Mode>,
+fn choose_mode(wanted: Option<Mode>, against_map: Option<String>) -> Result<Mode, Failure> {
+    match (wanted, against_map) {
+        (Some(Mode::Map), Some(why)) => Err(Failure::new(
+            Code::Refused,
+            format!("RAM cannot be mapped from the image: {why}; use --mode eager"),
+        )),
+        (Some(mode), _) => Ok(mode),
+        (None, None) => Ok(Mode::Map),
+        (None, Some(why)) => {
+            tracing::info!(why, "RAM is filled, not mapped");
+            Ok(Mode::Eager)
+        }
+    }
+}
+
+/// Why RAM cannot be mapped from the image.
+fn against_map(
+    image: Result<(), Unmappable>,
     offset_property: bool,
     shares_memory: bool,
     version: &str,
-) -> Result<Mode, Failure> {
-    let refused = |why: String| Err(Failure::new(Code::Refused, format!("{why}; use --mode eager")));
-    match wanted {
-        Some(Mode::Map) if !offset_property => refused(format!(
+) -> Option<String> {
+    if let Err(why) = image {
+        return Some(why.to_string());
+    }
+    if !offset_property {
+        return Some(format!(
             "QEMU (the guest was saved on {version}) cannot map memory from inside a file: memory-backend-file has no \
              offset=, which came with QEMU 8.1"
-        )),
-        Some(Mode::Map) if shares_memory => refused(
-            "the guest's command line wants its memory shared (share=on), and memory mapped from an image is private"
-                .to_owned(),
-        ),
-        Some(mode) => Ok(mode),
-        None if offset_property && !shares_memory => Ok(Mode::Map),
-        None => Ok(Mode::Eager),
+        ));
     }
+    shares_memory.then(|| {
+        "the guest's command line wants its memory shared (share=on), and memory mapped from an image is private"
+            .to_owned()
+    })
 }
 
 #[cfg(test)]
@@ -183,24 +199,36 @@ mod tests {
 
     #[test]
     fn without_a_wish_the_fastest_mode_that_the_guest_bears_is_taken() {
-        assert_eq!(choose_mode(None, true, false, "10.0.2"), Ok(Mode::Map));
-        assert_eq!(choose_mode(None, false, false, "7.2.22"), Ok(Mode::Eager));
-        assert_eq!(choose_mode(None, true, true, "10.0.2"), Ok(Mode::Eager));
+        assert_eq!(choose_mode(None, None), Ok(Mode::Map));
+        assert_eq!(choose_mode(None, Some("reason".into())), Ok(Mode::Eager));
+        assert_eq!(choose_mode(Some(Mode::Eager), None), Ok(Mode::Eager));
         assert_eq!(
-            choose_mode(Some(Mode::Eager), true, false, "10.0.2"),
+            choose_mode(Some(Mode::Eager), Some("reason".into())),
             Ok(Mode::Eager)
         );
     }
 
     #[test]
     fn a_map_that_cannot_be_is_refused_with_the_remedy() {
-        for (offset_property, shares_memory, words) in [(false, false, "QEMU 8.1"), (true, true, "share=on")]
-        {
-            let error = choose_mode(Some(Mode::Map), offset_property, shares_memory, "7.2.22").unwrap_err();
-            assert!(
-                error.message.contains(words) && error.message.contains("--mode eager"),
-                "{error}"
-            );
+        let error = choose_mode(Some(Mode::Map), Some("it rains".into())).unwrap_err();
+        assert!(
+            error.message.contains("it rains") && error.message.contains("--mode eager"),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn whatever_is_against_a_map_is_named() {
+        assert_eq!(against_map(Ok(()), true, false, "10.0.2"), None);
+        for (image, offset_property, shares_memory, words) in [
+            (Ok(()), false, false, "QEMU 8.1"),
+            (Ok(()), true, true, "share=on"),
+            (Err(Unmappable::Encrypted), true, false, "encrypted"),
+            (Err(Unmappable::Compressed), true, false, "compressed"),
+            (Err(Unmappable::OldData), true, false, "old data"),
+        ] {
+            let why = against_map(image, offset_property, shares_memory, "7.2.22").unwrap();
+            assert!(why.contains(words), "{why}");
         }
     }
 }

@@ -154,9 +154,15 @@ impl<'a> Work<'a> {
         let path = std::path::absolute(&self.request.image).map_err(|error| {
             Failure::new(Code::Usage, format!("{}: {error}", self.request.image.display()))
         })?;
+        let key = self.request.key.clone();
         let image = blocking(move || {
-            let image = Image::open_locked(&path)?;
+            let mut image = Image::open_locked(&path)?;
             check_state(&image)?;
+            if let Some(key) = key {
+                image.unlock(&key)?;
+            }
+            // Whatever is wrong with it is told before anything is done.
+            image.device_state()?;
             Ok(image)
         })
         .await?;

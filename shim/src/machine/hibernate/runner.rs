@@ -287,7 +287,9 @@ impl Work {
                     .iter()
                     .map(UnixStream::try_clone)
                     .collect::<io::Result<_>>()
-                    .map_err(|error| Failure::new(Code::Internal, format!("cannot hold a connection: {error}")))?;
+                    .map_err(|error| {
+                        Failure::new(Code::Internal, format!("cannot hold a connection: {error}"))
+                    })?;
                 self.progress.expect(plan.memory.total());
                 Some(Incoming::Connections(connections))
             }

@@ -4,10 +4,14 @@
 use std::{
     fs,
     io::{BufRead, BufReader},
-    path::PathBuf,
+    path::{Path, PathBuf},
 };
 
-use dormouse_tests::{BootSectorGuest, Guest, Outcome, PlainQemu, QemuBuild, Scene, Supervisor, faults};
+use dormouse_tests::{
+    BootSectorGuest, Guest, Outcome, PlainQemu, QemuBuild, Scene, Supervisor,
+    faults::{self, Hanging, SmallVolume},
+    until,
+};
 use rustix::process::Pid;
 use serde_json::{Value, json};
 
@@ -65,24 +69,30 @@ impl Foreign {
     /// Hibernates a guest that takes a while to be saved, and does something in the middle of it; returns the exit code
     /// and the error.
     fn disturbed(&self, options: &[&str], disturb: impl FnOnce(&Self, Pid)) -> (Option<i32>, Value) {
-        let scene = &self.scene;
-        faults::fill_memory(scene.lab.only_qemu(), 64, 1024);
-        let mut hibernating =
-            scene
-                .dormouse
-                .start_hibernating_by_monitor(&socket(scene), &image(scene), options);
+        let lab = &self.scene.lab;
+        faults::fill_memory(lab.only_qemu(), 64, 1024);
+        let is_middle = |line: &Value| line["phase"] == "SavingMemory" && line["bytes"] != line["total"];
+        self.disturbed_when(&image(&self.scene), options, is_middle, disturb)
+    }
+
+    fn disturbed_when(
+        &self,
+        image: &Path,
+        options: &[&str],
+        is_time: impl Fn(&Value) -> bool,
+        disturb: impl FnOnce(&Self, Pid),
+    ) -> (Option<i32>, Value) {
+        let dormouse = &self.scene.dormouse;
+        let mut hibernating = dormouse.start_hibernating_by_monitor(&socket(&self.scene), image, options);
         let client = Pid::from_child(&hibernating);
         let output = hibernating.stdout.take().expect("its output is ours");
         let mut lines = BufReader::new(output).lines().map_while(Result::ok);
-        let met = lines.find(|line| {
-            let line: Value = serde_json::from_str(line).unwrap_or_default();
-            line["phase"] == "SavingMemory" && line["bytes"] != line["total"]
-        });
-        assert!(met.is_some(), "it was too fast to have a middle");
+        let met = lines.find(|line| is_time(&serde_json::from_str(line).unwrap_or_default()));
+        assert!(met.is_some(), "it was too fast to be disturbed");
         disturb(self, client);
         let last = lines.last().unwrap_or_default();
         let last: Value = serde_json::from_str(&last).unwrap_or_default();
-        let code = scene.dormouse.finish(hibernating).exit_code();
+        let code = dormouse.finish(hibernating).exit_code();
         (code, last["error"].clone())
     }
 
@@ -486,5 +496,61 @@ fn a_qemu_that_is_killed_while_it_sends_its_memory_leaves_no_image() {
         });
         assert_eq!(code, Some(UNREACHABLE), "{error}");
         foreign.expect_no_image();
+    }
+}
+
+/// QEMU connects, opens its channels and begins to send within some milliseconds, each of which is a bad one for a
+/// cancel in one version or another.
+#[test]
+fn a_cancel_may_come_while_qemu_is_still_connecting() {
+    for build in [QemuBuild::V7_2, QemuBuild::V10_0, QemuBuild::V11_1] {
+        let foreign = Foreign::start_with_ram(build, 1200, &LARGE_MEMFD);
+        let settings = foreign.settings();
+        faults::fill_memory(foreign.scene.lab.only_qemu(), 64, 1024);
+        let options = ["--engine", "stream"];
+        for phase in ["Pausing", "SavingDevices"].repeat(4) {
+            let is_time = |line: &Value| line["phase"] == phase;
+            let cancel = |_: &Foreign, client| faults::interrupt(client);
+            let (code, error) = foreign.disturbed_when(&image(&foreign.scene), &options, is_time, cancel);
+            assert_eq!(
+                (code, &error["guest"]),
+                (Some(CANCELLED), &json!("running")),
+                "{error}"
+            );
+            assert_eq!(foreign.settings(), settings);
+        }
+        foreign.scene.guest.wait_for_more_ticks();
+        foreign.expect_no_image();
+        foreign.hibernate(&options).expect_success();
+    }
+}
+
+#[test]
+fn a_guest_whose_memory_is_being_sent_is_given_back_while_its_volume_hangs() {
+    for build in [QemuBuild::V7_2, QemuBuild::V10_0, QemuBuild::V11_1] {
+        let foreign = Foreign::start_with_ram(build, 1200, &LARGE_MEMFD);
+        faults::fill_memory(foreign.scene.lab.only_qemu(), 64, 1024);
+        let volume = SmallVolume::new(&foreign.scene.lab, 2048);
+        let is_middle = |line: &Value| line["phase"] == "SavingMemory" && line["bytes"] != line["total"];
+        let (code, error) = foreign.disturbed_when(
+            &volume.path("guest.image"),
+            &["--engine", "stream"],
+            is_middle,
+            |foreign, client| {
+                let _hanging = Hanging::volume(&volume);
+                faults::interrupt(client);
+                foreign.scene.guest.wait_for_more_ticks();
+            },
+        );
+        assert_eq!(
+            (code, &error["guest"]),
+            (Some(CANCELLED), &json!("running")),
+            "{error}"
+        );
+        until("the partial image to be gone", || {
+            volume.content().is_empty().then_some(())
+        });
+        // The volume is in the lab's folder, which goes last.
+        drop(volume);
     }
 }

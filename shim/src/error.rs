@@ -185,7 +185,9 @@ impl From<ImageError> for Failure {
             {
                 Code::Usage
             }
-            ImageError::Io { .. } | ImageError::MayBeSealed { .. } | ImageError::Memory(_) => Code::StorageIo,
+            ImageError::Io { .. } | ImageError::Memory(_) => Code::StorageIo,
+            // The guest lives on, and the device may tell otherwise.
+            ImageError::MayBeSealed { .. } => Code::Operator,
             _ => Code::Internal,
         };
         Self::new(code, sentence(&error))

@@ -14,7 +14,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc;
 use std::time::Duration;
 
-use dormouse_storage::{ByteCount, Image, ImageError, ImageState, Progress, Run, TornBecause, VolumeKind};
+use dormouse_storage::{
+    Backend, ByteCount, Image, ImageError, ImageState, Progress, Run, TornBecause, VolumeKind,
+};
 use fixture::loop_device::LoopDevice;
 use fixture::{Laboratory, MIB, working};
 
@@ -296,6 +298,37 @@ fn a_device_that_is_too_small_is_told_with_both_numbers() {
     assert_eq!((*available, path.as_path()), (ByteCount::mib(8), device.path()));
     drop(writer);
     assert_eq!(read_at(&device, 0, 2 * COPY), vec![0; 2 * COPY]);
+}
+
+#[test]
+fn a_device_of_no_length_to_speak_of_has_no_space() {
+    let laboratory = Laboratory::new();
+    let device = LoopDevice::blank(ByteCount(4096), 512);
+    let error = laboratory.create_at(device.path(), false, None).unwrap_err();
+    assert!(
+        matches!(&error, ImageError::NoSpace { available, .. } if *available == ByteCount(4096)),
+        "{error:?}"
+    );
+}
+
+#[test]
+fn a_device_that_fails_in_the_middle_holds_no_image_and_is_no_matter_of_space() {
+    for backend in [Backend::Uring, Backend::Pwrite, Backend::Buffered] {
+        let laboratory = Laboratory::new();
+        let device = LoopDevice::overcommitted(LENGTH, ByteCount::mib(1));
+        let failed = laboratory
+            .create_at(device.path(), false, Some(backend))
+            .and_then(|writer| {
+                assert_eq!(writer.backend(), backend);
+                laboratory.write(writer)
+            })
+            .and_then(|writer| writer.seal(&laboratory.manifest(), &laboratory.recording()));
+        assert!(
+            matches!(&failed, Err(ImageError::Io { .. })),
+            "{backend}: {failed:?}"
+        );
+        assert_eq!(read_at(&device, 0, 2 * COPY), vec![0; 2 * COPY], "{backend}");
+    }
 }
 
 #[test]

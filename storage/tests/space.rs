@@ -86,16 +86,20 @@ fn a_disk_that_fills_up_under_an_unreserved_image_is_no_space_too() {
     ram_file.write_all_at(&ram, 0).unwrap();
     let memory = GuestMemory::map(ram_file, ByteCount::mib(8)).unwrap();
     for backend in [Backend::Uring, Backend::Pwrite, Backend::Buffered] {
-        let disk = SmallDisk::of(ByteCount::mib(4));
-        let mut writer = writer_on(&disk, ByteCount::mib(8), Some(backend));
-        assert_eq!(writer.backend(), backend);
-        let error = working(|run| writer.write_memory("pc.ram", &memory, run)).unwrap_err();
-        assert!(
-            matches!(error, ImageError::NoSpace { .. }),
-            "{backend}: {error:?}"
-        );
-        drop(writer);
-        assert!(disk.is_empty());
+        for disk in [
+            SmallDisk::of(ByteCount::mib(4)),
+            SmallDisk::ext4(ByteCount::mib(5)),
+        ] {
+            let mut writer = writer_on(&disk, ByteCount::mib(8), Some(backend));
+            assert_eq!(writer.backend(), backend);
+            let error = working(|run| writer.write_memory("pc.ram", &memory, run)).unwrap_err();
+            assert!(
+                matches!(error, ImageError::NoSpace { .. }),
+                "{backend}: {error:?}"
+            );
+            drop(writer);
+            assert!(disk.is_empty());
+        }
     }
 }
 
@@ -132,7 +136,7 @@ fn an_import_that_has_no_room_for_image_and_staged_ram_is_told_before_and_leaves
     let disk = SmallDisk::of(ByteCount(source.space_needed().expect("a number").0 - (1 << 20)));
     let target = disk.path().join("image");
     let staged = working(|run| source.stage(&target, CreateOptions::default(), run));
-    let error = staged.err().expect("no room");
+    let error = staged.expect_err("no room");
     assert!(
         matches!(error, ImportError::Image(ImageError::NoSpace { .. })),
         "{error:?}"

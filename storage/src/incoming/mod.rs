@@ -21,6 +21,21 @@
 //! * When one thread fails, or the work is cancelled, all end within 100 ms, also when QEMU says
 //!   nothing. The error is that of the thread that failed first.
 //!
+//! # How fast
+//!
+//! 1 to 1.5 GiB of random RAM, QEMU 10.0, two channels, two CPUs, against threads that only read the
+//! same sockets, in interleaved rounds: with chunks thrown away 2.3 to 3.9 GB/s against 2.1 to 3.9 (as
+//! fast, for the kernel's copies are nearly all of it) at 0.13 CPU-seconds per GiB against 0.11; with
+//! CRC-32 no slower at 0.16. Four channels are faster on an idle machine (5.2 GB/s) and not on a busy
+//! one. So the disk is the limit, and two channels are enough.
+//!
+//! Tried and not kept: reading each payload with `MSG_WAITALL` (1.12 of a reader that only reads,
+//! 1.15 without, medians of seven). A receive buffer does not count for unix sockets. QEMU's send
+//! buffer can only be set where we made its end of a pair: 1 MiB gave 0.9 to 2.4 of the default's
+//! pace in five rounds, 4 MiB 0.3 to 1.1.
+//!
+//! # The end
+//!
 //! The end of a connection is the end of what it has to say: QEMU closes all of them when the
 //! migration is over. What tells a migration that was cut is that something is missing.
 

@@ -23,6 +23,10 @@ const MACHINE_NAME_LIMIT: u32 = 255;
 const KEPT_LIMIT: ByteCount = ByteCount::kib(64);
 
 /// Few large reads: a unix socket of QEMU's hands over some 200 kB at once.
+///
+/// 1 GiB of random RAM from QEMU 10.0 by the main stream alone, chunks thrown away, against a reader
+/// that only reads, in interleaved rounds on two busy CPUs (medians of seven): 256 KiB 0.94 of it,
+/// 64 KiB 0.62, 1 MiB 0.71.
 const BUFFER_BYTES: usize = 256 << 10;
 
 /// Takes a stream in memory apart, with its pages.

@@ -47,6 +47,8 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use rustix::io::Errno;
+
 use super::hold::open_held;
 use crate::ByteCount;
 use crate::image::reader::read_superblocks;
@@ -109,7 +111,7 @@ impl DeviceInWriting {
     /// Makes what was on the device no image any more, and durably one that is being written.
     pub(super) fn begin(&mut self, copy: &[u8; COPY_BYTES]) -> io::Result<()> {
         if self.length.0 < COPY_OFFSETS[1] + COPY_BYTES as u64 {
-            return Err(io::Error::from(io::ErrorKind::StorageFull));
+            return Err(Errno::NOSPC.into());
         }
         self.begun = true;
         for offset in COPY_OFFSETS {
@@ -158,11 +160,15 @@ impl Drop for DeviceInWriting {
 /// Makes the image on a device none, durably. `first` is the copy that goes first: a crash between the
 /// two leaves the other one alone, so it must not be the one that says more of a guest.
 pub(super) fn wipe(device: &File, first: usize) -> io::Result<()> {
-    for copy in [first, 1 - first] {
-        device.write_all_at(&[0; COPY_BYTES], COPY_OFFSETS[copy])?;
-        device.sync_data()?;
-    }
-    Ok(())
+    let wipe = || {
+        [first, 1 - first].iter().try_for_each(|copy| {
+            device.write_all_at(&[0; COPY_BYTES], COPY_OFFSETS[*copy])?;
+            device.sync_data()
+        })
+    };
+    // A sync also tells what became of RAM that went through the page cache, once. Then it is written and
+    // synced anew, because what failed is not dirty any more.
+    wipe().or_else(|_| wipe())
 }
 
 fn check_content(device: &File, path: &Path, length: ByteCount, replace: bool) -> Result<(), ImageError> {

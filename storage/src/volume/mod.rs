@@ -223,8 +223,12 @@ impl Volume {
             };
         }
         if is_out_of_space(&source) {
-            let available = self.available().unwrap_or_default();
-            return self.no_space(needed, available.unwrap_or_default());
+            let available = self.available().ok().flatten().unwrap_or_default();
+            // A device that is long enough has no room in what is behind it (a thin pool): nothing that
+            // these numbers would explain.
+            if self.kind() == VolumeKind::File || available < needed {
+                return self.no_space(needed, available);
+            }
         }
         ImageError::io(operation, self.path(), source)
     }

@@ -3,7 +3,7 @@
 use std::{
     fs,
     io::{BufRead, BufReader},
-    path::PathBuf,
+    path::{Path, PathBuf},
 };
 
 use rustix::process::Pid;
@@ -81,24 +81,32 @@ impl Foreign {
     /// Hibernates a guest that takes a while to be saved, and does something in the middle of it; returns the exit code
     /// and the error.
     pub fn disturbed(&self, options: &[&str], disturb: impl FnOnce(&Self, Pid)) -> (Option<i32>, Value) {
-        let scene = &self.scene;
-        faults::fill_memory(scene.lab.only_qemu(), 64, 1024);
-        let mut hibernating =
-            scene
-                .dormouse
-                .start_hibernating_by_monitor(&self.socket(), &self.image(), options);
+        let lab = &self.scene.lab;
+        faults::fill_memory(lab.only_qemu(), 64, 1024);
+        let is_middle = |line: &Value| line["phase"] == "SavingMemory" && line["bytes"] != line["total"];
+        self.disturbed_when(&self.image, options, is_middle, disturb)
+    }
+
+    /// Hibernates the guest to `image` and does something when a line of progress says that it is time for it; returns
+    /// the exit code and the error.
+    pub fn disturbed_when(
+        &self,
+        image: &Path,
+        options: &[&str],
+        is_time: impl Fn(&Value) -> bool,
+        disturb: impl FnOnce(&Self, Pid),
+    ) -> (Option<i32>, Value) {
+        let dormouse = &self.scene.dormouse;
+        let mut hibernating = dormouse.start_hibernating_by_monitor(&self.socket(), image, options);
         let client = Pid::from_child(&hibernating);
         let output = hibernating.stdout.take().expect("its output is ours");
         let mut lines = BufReader::new(output).lines().map_while(Result::ok);
-        let met = lines.find(|line| {
-            let line: Value = serde_json::from_str(line).unwrap_or_default();
-            line["phase"] == "SavingMemory" && line["bytes"] != line["total"]
-        });
-        assert!(met.is_some(), "it was too fast to have a middle");
+        let met = lines.find(|line| is_time(&serde_json::from_str(line).unwrap_or_default()));
+        assert!(met.is_some(), "it was too fast to be disturbed");
         disturb(self, client);
         let last = lines.last().unwrap_or_default();
         let last: Value = serde_json::from_str(&last).unwrap_or_default();
-        let code = scene.dormouse.finish(hibernating).exit_code();
+        let code = dormouse.finish(hibernating).exit_code();
         (code, last["error"].clone())
     }
 

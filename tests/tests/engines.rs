@@ -3,8 +3,12 @@
 
 use std::fs;
 
-use dormouse_tests::{Foreign, Guest, QemuBuild, Scene, faults};
-use serde_json::json;
+use dormouse_tests::{
+    Foreign, Guest, QemuBuild, Scene,
+    faults::{self, Hanging, SmallVolume},
+    until,
+};
+use serde_json::{Value, json};
 
 const REFUSED: i32 = 3;
 const UNREACHABLE: i32 = 4;
@@ -359,5 +363,61 @@ fn a_qemu_that_is_killed_while_it_sends_its_memory_leaves_no_image() {
         });
         assert_eq!(code, Some(UNREACHABLE), "{error}");
         foreign.expect_no_image();
+    }
+}
+
+/// QEMU connects, opens its channels and begins to send within some milliseconds, each of which is a bad one for a
+/// cancel in one version or another.
+#[test]
+fn a_cancel_may_come_while_qemu_is_still_connecting() {
+    for build in [QemuBuild::V7_2, QemuBuild::V10_0, QemuBuild::V11_1] {
+        let foreign = Foreign::start_with_ram(build, 1200, &LARGE_MEMFD);
+        let settings = foreign.settings();
+        faults::fill_memory(foreign.scene.lab.only_qemu(), 64, 1024);
+        let options = ["--engine", "stream"];
+        for phase in ["Pausing", "SavingDevices"].repeat(4) {
+            let is_time = |line: &Value| line["phase"] == phase;
+            let cancel = |_: &Foreign, client| faults::interrupt(client);
+            let (code, error) = foreign.disturbed_when(&foreign.image(), &options, is_time, cancel);
+            assert_eq!(
+                (code, &error["guest"]),
+                (Some(CANCELLED), &json!("running")),
+                "{error}"
+            );
+            assert_eq!(foreign.settings(), settings);
+        }
+        foreign.scene.guest.wait_for_more_ticks();
+        foreign.expect_no_image();
+        foreign.hibernate(&options).expect_success();
+    }
+}
+
+#[test]
+fn a_guest_whose_memory_is_being_sent_is_given_back_while_its_volume_hangs() {
+    for build in [QemuBuild::V7_2, QemuBuild::V10_0, QemuBuild::V11_1] {
+        let foreign = Foreign::start_with_ram(build, 1200, &LARGE_MEMFD);
+        faults::fill_memory(foreign.scene.lab.only_qemu(), 64, 1024);
+        let volume = SmallVolume::new(&foreign.scene.lab, 2048);
+        let is_middle = |line: &Value| line["phase"] == "SavingMemory" && line["bytes"] != line["total"];
+        let (code, error) = foreign.disturbed_when(
+            &volume.path("guest.image"),
+            &["--engine", "stream"],
+            is_middle,
+            |foreign, client| {
+                let _hanging = Hanging::volume(&volume);
+                faults::interrupt(client);
+                foreign.scene.guest.wait_for_more_ticks();
+            },
+        );
+        assert_eq!(
+            (code, &error["guest"]),
+            (Some(CANCELLED), &json!("running")),
+            "{error}"
+        );
+        until("the partial image to be gone", || {
+            volume.content().is_empty().then_some(())
+        });
+        // The volume is in the lab's folder, which goes last.
+        drop(volume);
     }
 }

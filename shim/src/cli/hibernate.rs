@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::time::Duration;
 
 use dormouse_qmp::{Client, ConnectOptions};
 use dormouse_storage::ByteCount;
@@ -12,6 +13,7 @@ use super::report::{Progress, Report};
 use crate::api::client::Supervisor;
 use crate::api::types::{Hibernated, Key, NewOperation, Operation};
 use crate::error::{Code, Failure};
+use crate::machine::hibernate::limits::Limits;
 use crate::machine::hibernate::machine::CancelAnswer;
 use crate::machine::hibernate::{ImageWish, Request};
 use crate::signals::Signals;
@@ -30,6 +32,10 @@ pub async fn hibernate(
         key: arguments.key.read()?,
         rate_limit: arguments.rate_limit,
     };
+    let limits = Limits {
+        total: arguments.timeout,
+        stall: arguments.stall_timeout.unwrap_or(Limits::default().stall),
+    };
     let progress = report.progress();
     let outcome = match (&arguments.name, &arguments.qmp) {
         (Some(name), _) => {
@@ -42,18 +48,24 @@ pub async fn hibernate(
                 compress: image.compression,
                 key: image.key.map(Key),
                 rate_limit_bytes: image.rate_limit.map(|limit| limit.0),
+                timeout_ms: limits.total.map(as_ms),
+                stall_timeout_ms: Some(as_ms(limits.stall)),
             };
             by_supervisor(&supervisor, wish, &progress, report)
                 .await
                 .map_err(|failure| with_hint(failure, state, name))
         }
-        (None, Some(socket)) => by_ourselves(socket, to, &arguments, image, &progress).await,
+        (None, Some(socket)) => by_ourselves(socket, to, &arguments, (image, limits), &progress).await,
         (None, None) => Err(Failure::new(Code::Usage, "name a VM, or a monitor with --qmp")),
     };
     progress.finish();
     let hibernated = outcome?;
     report.result(&hibernated, &describe(&hibernated));
     Ok(ExitCode::SUCCESS)
+}
+
+fn as_ms(time: Duration) -> u64 {
+    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }
 
 /// The supervisor works; we watch, and pass on a Ctrl-C.
@@ -116,7 +128,7 @@ async fn by_ourselves(
     socket: &Path,
     target: PathBuf,
     arguments: &HibernateArguments,
-    image: ImageWish,
+    (image, limits): (ImageWish, Limits),
     progress: &Progress,
 ) -> Result<Hibernated, Failure> {
     let mut signals = Signals::watch()?;
@@ -129,6 +141,7 @@ async fn by_ourselves(
         engine: arguments.engine,
         channels: arguments.channels,
         image,
+        limits,
         vm_name,
         command_line,
         shape: shape.flatten(),
@@ -202,6 +215,6 @@ fn describe(hibernated: &Hibernated) -> String {
         memory_ms,
         ByteCount(hibernated.data_bytes),
         ByteCount(hibernated.zero_bytes),
-        took("Sealing"),
+        took("Syncing") + took("Sealing"),
     )
 }

@@ -13,6 +13,7 @@ mod wake;
 use std::io::IsTerminal;
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand};
 use dormouse_storage::{ByteCount, Compression};
@@ -111,6 +112,12 @@ struct HibernateArguments {
     /// Write at most so much in a second (bytes, or with a suffix: 200M, 1.5G)
     #[arg(long, value_name = "BYTES", value_parser = byte_count)]
     rate_limit: Option<ByteCount>,
+    /// Give the guest back if the image is not complete after this time (30s, 5m) [default: no limit]
+    #[arg(long, value_name = "TIME", value_parser = humantime::parse_duration)]
+    timeout: Option<Duration>,
+    /// Give the guest back if there is no progress for this time [default: 2m]
+    #[arg(long, value_name = "TIME", value_parser = humantime::parse_duration)]
+    stall_timeout: Option<Duration>,
     #[command(flatten)]
     key: KeyArguments,
 }

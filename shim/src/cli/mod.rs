@@ -87,14 +87,29 @@ struct Supervision {
 #[derive(Debug, Args)]
 struct HibernateArguments {
     /// Name of a VM that `dormouse run` or `dormouse wake` supervises
-    #[arg(required_unless_present = "qmp", conflicts_with = "qmp")]
+    #[arg(required_unless_present_any = ["qmp", "all"], conflicts_with_all = ["qmp", "all"])]
     name: Option<String>,
     /// QMP socket of a QEMU without a supervisor; its monitor must be free
-    #[arg(long, value_name = "SOCKET")]
+    #[arg(long, value_name = "SOCKET", conflicts_with = "all")]
     qmp: Option<PathBuf>,
+    /// All VMs in the state directory, as before a host's shutdown. One that fails does not stop the others; the exit
+    /// code is 0 when all are in their images, 10 when one needs an operator, else that of the first by name that failed
+    #[arg(long, requires = "to_dir")]
+    all: bool,
     /// Where the image goes
-    #[arg(long, value_name = "PATH")]
-    to: PathBuf,
+    #[arg(
+        long,
+        value_name = "PATH",
+        required_unless_present = "all",
+        conflicts_with = "all"
+    )]
+    to: Option<PathBuf>,
+    /// With --all: the folder that the images go to, each as NAME.dormouse
+    #[arg(long, value_name = "DIR", requires = "all")]
+    to_dir: Option<PathBuf>,
+    /// With --all: how many VMs are hibernated at once; limits such as --rate-limit are for each [default: 2]
+    #[arg(long, value_name = "N", requires = "all", value_parser = clap::value_parser!(u16).range(1..))]
+    parallel: Option<u16>,
     /// Replace an image that is there already, once the new one is complete
     #[arg(long)]
     replace: bool,
@@ -280,5 +295,9 @@ mod tests {
         assert!(Cli::try_parse_from(["dormouse", "hibernate", "--to", "x"]).is_err());
         assert!(Cli::try_parse_from(["dormouse", "hibernate", "a", "--qmp", "s", "--to", "x"]).is_err());
         Cli::try_parse_from(["dormouse", "hibernate", "--qmp", "s", "--to", "x"]).unwrap();
+        Cli::try_parse_from(["dormouse", "hibernate", "--all", "--to-dir", "x"]).unwrap();
+        assert!(Cli::try_parse_from(["dormouse", "hibernate", "--all", "--to", "x"]).is_err());
+        assert!(Cli::try_parse_from(["dormouse", "hibernate", "--all", "a", "--to-dir", "x"]).is_err());
+        assert!(Cli::try_parse_from(["dormouse", "hibernate", "a", "--to", "x", "--parallel", "2"]).is_err());
     }
 }

@@ -1,11 +1,13 @@
 //! `dormouse hibernate`: asks the VM's supervisor, or does it over a monitor of its own.
 
+mod all;
+
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use dormouse_qmp::{Client, ConnectOptions};
 use dormouse_storage::ByteCount;
-use tokio::sync::oneshot;
+use tokio::sync::{oneshot, watch};
 
 use super::HibernateArguments;
 use super::report::{Progress, Report};
@@ -23,47 +25,78 @@ pub async fn hibernate(
     state: &StateDir,
     report: &Report,
 ) -> Result<ExitCode, Failure> {
-    let to = std::path::absolute(&arguments.to)
-        .map_err(|error| Failure::new(Code::Usage, format!("{}: {error}", arguments.to.display())))?;
     let image = ImageWish {
         compression: arguments.compress,
         key: arguments.key.read()?,
         rate_limit: arguments.rate_limit,
     };
-    let progress = report.progress();
+    if let Some(folder) = &arguments.to_dir {
+        let folder = absolute(folder)?;
+        return all::hibernate_all(&folder, &arguments, &image, state, report).await;
+    }
+    let to = match &arguments.to {
+        Some(to) => absolute(to)?,
+        None => return Err(Failure::new(Code::Usage, "say where the image goes with --to")),
+    };
     let outcome = match (&arguments.name, &arguments.qmp) {
         (Some(name), _) => {
-            let supervisor = Supervisor::of(state, name);
-            let wish = NewOperation::Hibernate {
-                to,
-                replace: arguments.replace,
-                engine: arguments.engine,
-                channels: arguments.channels,
-                compress: image.compression,
-                key: image.key.map(Key),
-                rate_limit_bytes: image.rate_limit.map(|limit| limit.0),
-            };
-            by_supervisor(&supervisor, wish, &progress, report)
-                .await
-                .map_err(|failure| with_hint(failure, state, name))
+            let wish = wish(to, &arguments, &image);
+            let signals = Signals::watch()?.for_several();
+            by_supervisor(state, name, wish, signals, report).await
         }
-        (None, Some(socket)) => by_ourselves(socket, to, &arguments, image, &progress).await,
+        (None, Some(socket)) => {
+            let progress = report.progress();
+            let outcome = by_ourselves(socket, to, &arguments, image, &progress).await;
+            progress.finish();
+            outcome
+        }
         (None, None) => Err(Failure::new(Code::Usage, "name a VM, or a monitor with --qmp")),
     };
-    progress.finish();
     let hibernated = outcome?;
     report.result(&hibernated, &describe(&hibernated));
     Ok(ExitCode::SUCCESS)
 }
 
-/// The supervisor works; we watch, and pass on a Ctrl-C.
+fn absolute(path: &Path) -> Result<PathBuf, Failure> {
+    std::path::absolute(path)
+        .map_err(|error| Failure::new(Code::Usage, format!("{}: {error}", path.display())))
+}
+
+/// What a supervisor is asked for.
+fn wish(to: PathBuf, arguments: &HibernateArguments, image: &ImageWish) -> NewOperation {
+    NewOperation::Hibernate {
+        to,
+        replace: arguments.replace,
+        engine: arguments.engine,
+        channels: arguments.channels,
+        compress: image.compression,
+        key: image.key.clone().map(Key),
+        rate_limit_bytes: image.rate_limit.map(|limit| limit.0),
+    }
+}
+
+/// The supervisor works; we watch, and pass on a Ctrl-C, which is a change in `signals`.
 async fn by_supervisor(
+    state: &StateDir,
+    name: &str,
+    wish: NewOperation,
+    signals: watch::Receiver<()>,
+    report: &Report,
+) -> Result<Hibernated, Failure> {
+    let supervisor = Supervisor::of(state, name);
+    let progress = report.progress();
+    let outcome = follow(&supervisor, wish, signals, &progress, report).await;
+    progress.finish();
+    outcome.map_err(|failure| with_hint(failure, state, name))
+}
+
+async fn follow(
     supervisor: &Supervisor,
     wish: NewOperation,
+    mut signals: watch::Receiver<()>,
     progress: &Progress,
     report: &Report,
 ) -> Result<Hibernated, Failure> {
-    let mut signals = Signals::watch()?;
     let mut operation = supervisor.begin(&wish).await?;
     let id = operation.id;
     loop {
@@ -81,8 +114,9 @@ async fn by_supervisor(
             news = supervisor.news(id, operation.version) => news.map_err(|failure| {
                 failure.while_doing("the hibernation may have ended well, look at the image")
             })?,
-            _ = signals.next() => {
-                if supervisor.cancel(id).await? == CancelAnswer::TooLate {
+            Ok(()) = signals.changed() => {
+                // An operation that has just ended takes no cancel, and its document tells how it ended.
+                if let Ok(CancelAnswer::TooLate) = supervisor.cancel(id).await {
                     report.remark("too late to cancel: the image is being sealed");
                 }
                 continue;

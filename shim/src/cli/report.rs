@@ -143,7 +143,7 @@ impl Progress {
                 "eta": eta,
             })));
         } else {
-            self.show(&format!("{:?}", operation.phase), done, total);
+            self.show(&operation.phase, done, total);
         }
     }
 

@@ -22,7 +22,7 @@ use tokio::task::JoinSet;
 
 use super::super::HibernateArguments;
 use super::super::report::Report;
-use super::{by_supervisor, wish, with_hint};
+use super::{by_supervisor, hibernated, wish, with_hint};
 use crate::api::client::Supervisor;
 use crate::api::types::Hibernated;
 use crate::error::{Code, Failure};
@@ -71,8 +71,8 @@ pub async fn hibernate_all(
             let wish = wish(target, arguments, image);
             let (state, signals, report) = (state.clone(), signals.clone(), report.of_vm(&name));
             under_way.spawn(async move {
-                let outcome = by_supervisor(&state, &name, wish, signals, &report).await;
-                (name, outcome)
+                let ended = by_supervisor(&state, &name, wish, signals, &report).await;
+                (name, ended.and_then(hibernated))
             });
         }
         tokio::select! {

@@ -5,14 +5,16 @@ use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
 use dormouse_tests::{
-    BootSectorGuest, Guest, Monitor, Outcome, PlainQemu, QemuBuild, Scene, Suspend, play_agent,
+    BootSectorGuest, Guest, Monitor, Outcome, PlainQemu, QemuBuild, Scene, Suspend, faults, play_agent, until,
 };
+use rustix::process::Pid;
 use serde_json::json;
 
 const USAGE: i32 = 2;
 const REFUSED: i32 = 3;
 const UNREACHABLE: i32 = 4;
 const TIMED_OUT: i32 = 5;
+const CANCELLED: i32 = 6;
 const OPERATOR: i32 = 10;
 
 const ABLE: &[&str] = &["guest-info", "guest-suspend-disk"];
@@ -74,23 +76,24 @@ fn suspend_by_monitor(scene: &Scene, more: &[&str]) -> Outcome {
 }
 
 #[test]
-fn a_guest_that_goes_to_s4_is_suspended_and_its_name_is_free() {
-    let scene = Scene::new(QemuBuild::V10_0);
-    scene
-        .dormouse
-        .try_run("guest", &["--detach"], &with_port(&scene))
-        .expect_success();
-    scene.guest.wait_for_ticks(5);
-    // In QEMU's place, where QEMU says that it listens: nobody reads its own end inside this guest.
-    play_agent(&agent_socket(&scene), ABLE, obeying(&scene, GO_TO_S4));
-    let outcome = suspend(&scene, &["guest"], &[]).expect_success();
-    let result = outcome.result();
-    assert_eq!(result["result"], "suspended-to-disk", "{result}");
-    assert_eq!(result["by_s4"], true, "{result}");
-    assert_eq!(result["agent"], agent_socket(&scene).to_str().unwrap());
-    scene.lab.wait_for_no_qemu();
-    // The guest can be started again at once, as it is done with one that is to resume.
-    let _again = scene.dormouse.run("guest", &scene.guest);
+fn a_guest_that_goes_to_s4_is_suspended_and_its_name_is_free_on_every_qemu() {
+    for build in [QemuBuild::V7_2, QemuBuild::V10_0, QemuBuild::V11_1] {
+        let scene = Scene::new(build);
+        scene
+            .dormouse
+            .try_run("guest", &["--detach"], &with_port(&scene))
+            .expect_success();
+        scene.guest.wait_for_ticks(5);
+        // In QEMU's place, where QEMU says that it listens: nobody reads its own end inside this guest.
+        play_agent(&agent_socket(&scene), ABLE, obeying(&scene, GO_TO_S4));
+        let result = suspend(&scene, &["guest"], &[]).expect_success().result();
+        assert_eq!(result["result"], "suspended-to-disk", "{build}: {result}");
+        assert_eq!(result["by_s4"], true, "{build}: {result}");
+        assert_eq!(result["agent"], agent_socket(&scene).to_str().unwrap(), "{build}");
+        scene.lab.wait_for_no_qemu();
+        // The guest can be started again at once, as it is done with one that is to resume.
+        let _again = scene.dormouse.run("guest", &scene.guest);
+    }
 }
 
 #[test]
@@ -175,6 +178,12 @@ fn a_guest_that_is_not_off_in_time_is_told_with_what_it_does() {
 
 #[test]
 fn a_qemu_that_somebody_ends_has_not_suspended_its_guest() {
+    let expect_doubt = |scene: &Scene, words: &str| {
+        let outcome = suspend_by_monitor(scene, &[]).expect_exit(OPERATOR);
+        let error = outcome.result()["error"].clone();
+        assert!(error["message"].to_string().contains(words), "{error}");
+        assert_eq!(error["guest"], "stopped");
+    };
     let scene = Scene::new(QemuBuild::V10_0);
     let guest = KeptApart::of(&scene, &[]);
     let monitor = guest.monitor.clone();
@@ -183,10 +192,38 @@ fn a_qemu_that_somebody_ends_has_not_suspended_its_guest() {
         None
     };
     play_agent(&agent_socket(&scene), ABLE, Box::new(quit));
-    let outcome = suspend_by_monitor(&scene, &[]).expect_exit(OPERATOR);
-    let error = outcome.result()["error"].clone();
-    assert!(error["message"].to_string().contains("host-qmp-quit"), "{error}");
-    assert_eq!(error["guest"], "stopped");
+    expect_doubt(&scene, "host-qmp-quit");
+
+    let scene = Scene::new(QemuBuild::V10_0);
+    let _guest = KeptApart::of(&scene, &[]);
+    let qemu = scene.lab.only_qemu();
+    let kill = move || {
+        faults::kill(qemu);
+        None
+    };
+    play_agent(&agent_socket(&scene), ABLE, Box::new(kill));
+    expect_doubt(&scene, "was gone");
+}
+
+#[test]
+fn a_ctrl_c_before_the_guest_is_asked_leaves_it_alone() {
+    let scene = Scene::new(QemuBuild::V10_0);
+    scene
+        .dormouse
+        .try_run("guest", &["--detach"], &with_port(&scene))
+        .expect_success();
+    scene.guest.wait_for_ticks(5);
+    let command = ["hibernate", "guest", "--mode", "suspend-to-disk", "--json"];
+    let command = scene.dormouse.spawn(&command);
+    until("the operation to begin", || {
+        let operation = scene.dormouse.status("guest").result()["operation"].clone();
+        (operation["kind"] == "suspend-to-disk").then_some(())
+    });
+    let pid = i32::try_from(command.id()).ok().and_then(Pid::from_raw);
+    faults::interrupt(pid.unwrap());
+    let outcome = scene.dormouse.finish(command).expect_exit(CANCELLED);
+    assert_eq!(outcome.result()["error"]["guest"], "running");
+    scene.guest.wait_for_more_ticks();
 }
 
 #[test]

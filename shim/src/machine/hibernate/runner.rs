@@ -6,7 +6,6 @@
 //! ```
 
 use std::io;
-use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::pin::pin;
 use std::sync::Arc;
@@ -114,7 +113,7 @@ pub async fn hibernate(
 /// RAM on its way into the image.
 enum Incoming {
     /// Memory to be read; the devices were recorded before.
-    Sources(Recording, Vec<Source>),
+    Sources(Box<Recording>, Vec<Source>),
     /// Connections that all of it comes over.
     Connections(Vec<UnixStream>),
 }
@@ -132,7 +131,7 @@ struct Work {
     settings: Option<MigrationSettings>,
     recording: Option<Recording>,
     incoming: Option<Incoming>,
-    /// The connections that RAM comes over, to be ended whatever their readers wait for.
+    /// The connections that RAM comes over, held open whatever becomes of their readers.
     connections: Vec<UnixStream>,
     storage: Option<Storage>,
     written: MemoryWritten,
@@ -259,8 +258,13 @@ impl Work {
                 .execute(&command::stop {})
                 .await?;
         }
-        wait_for_run_state(&self.client, "paused", |state| *state == RunState::Paused).await?;
-        Ok(())
+        let state = wait_for_run_state(&self.client, "paused", |state| {
+            matches!(state, RunState::Paused | RunState::Running)
+        });
+        match state.await? {
+            RunState::Running => Err(run_by_another()),
+            _ => Ok(()),
+        }
     }
 
     /// Has QEMU send its devices, and learns where the memory is, or gets the connections that it will come over.
@@ -270,6 +274,10 @@ impl Work {
     async fn save_devices(&mut self) -> Result<(), Failure> {
         let plan = self.plan()?;
         let client = self.client.clone();
+        // Who ran the guest from now on is heard; who did before is seen.
+        if monitor::run_state(&client).await? != RunState::Paused {
+            return Err(run_by_another());
+        }
         self.incoming = match plan.choice.channels {
             None => {
                 self.set(direct::find_settings(&client, &plan).await?).await?;
@@ -278,7 +286,7 @@ impl Work {
                 let (recording, sources) = self.interrupt.or(record).await?;
                 self.progress
                     .expect(sources.iter().map(|source| source.length).sum());
-                Some(Incoming::Sources(recording, sources))
+                Some(Incoming::Sources(Box::new(recording), sources))
             }
             Some(channels) => {
                 self.set(stream::find_settings(&client, channels).await?).await?;
@@ -287,7 +295,9 @@ impl Work {
                     .iter()
                     .map(UnixStream::try_clone)
                     .collect::<io::Result<_>>()
-                    .map_err(|error| Failure::new(Code::Internal, format!("cannot hold a connection: {error}")))?;
+                    .map_err(|error| {
+                        Failure::new(Code::Internal, format!("cannot hold a connection: {error}"))
+                    })?;
                 self.progress.expect(plan.memory.total());
                 Some(Incoming::Connections(connections))
             }
@@ -317,7 +327,7 @@ impl Work {
                 Incoming::Sources(recording, sources) => {
                     let written = direct::write_memory(&mut writer, sources, &run)?;
                     writer.write_pages(&recording, &run)?;
-                    (recording, written)
+                    (*recording, written)
                 }
                 Incoming::Connections(connections) => stream::write_memory(&mut writer, connections, &run)?,
             };
@@ -427,12 +437,7 @@ impl Work {
         let client = self.client.with_deadline(ROLL_BACK_TIMEOUT);
         if monitor::run_state(&client).await? != RunState::Postmigrate {
             client.execute(&command::migrate_cancel {}).await?;
-            // A QEMU that is being cancelled waits for what its channels have to send; whoever reads them may wait for
-            // storage.
-            for connection in self.connections.drain(..) {
-                // It may have ended by itself.
-                let _ = connection.shutdown(Shutdown::Both);
-            }
+            let _drained = stream::drain(&mut self.connections);
             wait_for_migration_end(&client, ROLL_BACK_TIMEOUT).await?;
         }
         let in_between = |state: &RunState| *state == RunState::FinishMigrate;
@@ -576,6 +581,13 @@ async fn in_time<T>(connect: impl Future<Output = Result<T, Failure>>) -> Result
                 format!("QEMU did not connect to send the guest within {CONNECT_TIMEOUT:?}"),
             ))
         })
+}
+
+fn run_by_another() -> Failure {
+    Failure::new(
+        Code::Refused,
+        "another client made the guest run as soon as it was stopped",
+    )
 }
 
 /// The run state after a migration is one that only another migration brings back once it was left. So a guest that

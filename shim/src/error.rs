@@ -35,7 +35,7 @@ pub enum Code {
     Usage,
     /// A check said no: a blocker, a guard, something busy.
     Refused,
-    /// QEMU or the supervisor cannot be reached, or the monitor is taken.
+    /// QEMU, the supervisor or the guest agent cannot be reached, or the monitor is taken.
     Unreachable,
     /// A limit on time ran out.
     TimedOut,

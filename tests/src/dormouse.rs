@@ -168,7 +168,8 @@ impl Dormouse {
         }
     }
 
-    fn spawn(&self, arguments: &[impl AsRef<OsStr>]) -> Child {
+    /// Starts any command; [`finish`](Self::finish) waits for the end.
+    pub fn spawn(&self, arguments: &[impl AsRef<OsStr>]) -> Child {
         self.command(arguments)
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
@@ -302,6 +303,13 @@ impl Outcome {
     /// The exit code; `None` when a signal ended it.
     pub fn exit_code(&self) -> Option<i32> {
         self.status.code()
+    }
+
+    /// All JSON lines.
+    pub fn objects(&self) -> Vec<Value> {
+        let read =
+            |line| serde_json::from_str(line).unwrap_or_else(|error| panic!("{line:?} is not JSON: {error}"));
+        self.stdout.lines().map(read).collect()
     }
 
     /// The last JSON line: the result, or the error.

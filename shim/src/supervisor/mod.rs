@@ -253,6 +253,12 @@ impl Desk {
             key,
             rate_limit_bytes,
         } = wish;
+        if rate_limit_bytes == Some(0) {
+            return Err(Failure::new(
+                Code::Usage,
+                "at most 0 bytes in a second would never end",
+            ));
+        }
         let request = hibernate::Request {
             target: absolute(to)?,
             replace,

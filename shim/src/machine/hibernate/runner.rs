@@ -114,7 +114,7 @@ pub async fn hibernate(
 /// RAM on its way into the image.
 enum Incoming {
     /// Memory to be read; the devices were recorded before.
-    Sources(Recording, Vec<Source>),
+    Sources(Box<Recording>, Vec<Source>),
     /// Connections that all of it comes over.
     Connections(Vec<UnixStream>),
 }
@@ -283,7 +283,7 @@ impl Work {
                 let (recording, sources) = self.interrupt.or(record).await?;
                 self.progress
                     .expect(sources.iter().map(|source| source.length).sum());
-                Some(Incoming::Sources(recording, sources))
+                Some(Incoming::Sources(Box::new(recording), sources))
             }
             Some(channels) => {
                 self.set(stream::find_settings(&client, channels).await?).await?;
@@ -324,7 +324,7 @@ impl Work {
                 Incoming::Sources(recording, sources) => {
                     let written = direct::write_memory(&mut writer, sources, &run)?;
                     writer.write_pages(&recording, &run)?;
-                    (recording, written)
+                    (*recording, written)
                 }
                 Incoming::Connections(connections) => stream::write_memory(&mut writer, connections, &run)?,
             };

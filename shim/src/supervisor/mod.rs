@@ -217,6 +217,12 @@ pub fn hibernation(wish: NewOperation, handle: &Handle) -> Result<hibernate::Req
     else {
         return Err(Failure::new(Code::Usage, "that is no hibernation"));
     };
+    if rate_limit_bytes == Some(0) {
+        return Err(Failure::new(
+            Code::Usage,
+            "at most 0 bytes in a second would never end",
+        ));
+    }
     let limits = Limits::default();
     Ok(hibernate::Request {
         target: absolute(to)?,

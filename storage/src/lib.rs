@@ -38,7 +38,7 @@ pub use byte_count::ByteCount;
 pub use image::{
     BlockPlacement, BlockSize, CompleteImage, Compression, Corruption, CreateOptions, Image, ImageError,
     ImageKey, ImageState, ImageWriter, Layout, LayoutError, Manifest, MemoryWritten, Mismatch, RandomReader,
-    SealedImage, TornBecause, Unmappable, Usage, Verified,
+    SealedImage, TornBecause, Trial, Unmappable, Usage, Verified, try_volume,
 };
 pub use incoming::{Incoming, IncomingError};
 pub use memory::{GuestMemory, MemoryError, MemoryFile};

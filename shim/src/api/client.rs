@@ -16,6 +16,7 @@ use uuid::Uuid;
 
 use super::types::{Cancelled, NewOperation, Operation, Problem, Vm};
 use crate::error::{Code, Failure, sentence};
+use crate::machine::hibernate::forecast::Forecast;
 use crate::machine::hibernate::machine::CancelAnswer;
 use crate::supervisor::state_dir::StateDir;
 use crate::vm::diagnosis::Diagnosis;
@@ -55,6 +56,12 @@ impl Supervisor {
     /// Begins an operation.
     pub async fn begin(&self, wish: &NewOperation) -> Result<Operation, Failure> {
         self.call(Method::POST, "/v1/operations", Some(wish)).await
+    }
+
+    /// What an operation would take.
+    pub async fn dry_run(&self, wish: &NewOperation) -> Result<Forecast, Failure> {
+        self.call(Method::POST, "/v1/operations/dry-run", Some(wish))
+            .await
     }
 
     /// What an operation does, once there is something newer than version `seen`.

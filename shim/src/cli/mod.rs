@@ -109,6 +109,9 @@ struct HibernateArguments {
     /// With --all: how many VMs are hibernated at once; limits such as --rate-limit are for each [default: 2]
     #[arg(long, value_name = "N", requires = "all", value_parser = clap::value_parser!(u16).range(1..))]
     parallel: Option<u16>,
+    /// Only tell what would stand in the way, and what the hibernation would take; the guest is not touched
+    #[arg(long, conflicts_with = "all")]
+    dry_run: bool,
     /// Replace an image that is there already, once the new one is complete
     #[arg(long)]
     replace: bool,

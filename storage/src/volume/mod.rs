@@ -240,7 +240,7 @@ impl Volume {
         }
     }
 
-    fn available(&self) -> Result<Option<ByteCount>, ImageError> {
+    pub(crate) fn available(&self) -> Result<Option<ByteCount>, ImageError> {
         match &self.place {
             Place::File(partial) => partial.available(),
             Place::BlockDevice(device) => Ok(Some(device.length())),

@@ -1,6 +1,7 @@
 //! `dormouse hibernate`: asks the VM's supervisor, or does it over a monitor of its own.
 
 mod all;
+mod dry_run;
 mod suspend;
 
 use std::path::{Path, PathBuf};
@@ -51,6 +52,11 @@ pub async fn hibernate(
         Some(to) => absolute(to)?,
         None => return Err(Failure::new(Code::Usage, "say where the image goes with --to")),
     };
+    if arguments.dry_run {
+        let forecast = dry_run::forecast(to, &arguments, image, state).await?;
+        report.result(&forecast, &dry_run::describe(&forecast));
+        return Ok(ExitCode::SUCCESS);
+    }
     let outcome = match (&arguments.name, &arguments.qmp) {
         (Some(name), _) => {
             let wish = wish(to, &arguments, &image);
@@ -199,6 +205,21 @@ async fn by_ourselves(
     progress: &Progress,
 ) -> Result<Hibernated, Failure> {
     let signals = Signals::watch()?;
+    let (client, request) = attach(socket, target, arguments, image).await?;
+    let prepared = Prepared::new(OperationKind::Hibernate);
+    let (documents, cancel) = (prepared.watch(), prepared.cancel());
+    let work = prepared.hibernate(client, request);
+    let outcome = attend(work, documents, &cancel, signals, progress).await;
+    outcome.map(Hibernated::from)
+}
+
+/// Connects to a monitor that is free; what is asked for of the guest behind it.
+async fn attach(
+    socket: &Path,
+    target: PathBuf,
+    arguments: &HibernateArguments,
+    image: ImageWish,
+) -> Result<(Client, Request), Failure> {
     let client = Client::connect(socket, ConnectOptions::default()).await?;
     let (vm_name, record) = known_of(socket, client.peer_pid());
     let (command_line, shape) = record.map(|record| (record.command_line, record.shape)).unzip();
@@ -213,11 +234,7 @@ async fn by_ourselves(
         command_line,
         shape: shape.flatten(),
     };
-    let prepared = Prepared::new(OperationKind::Hibernate);
-    let (documents, cancel) = (prepared.watch(), prepared.cancel());
-    let work = prepared.hibernate(client, request);
-    let outcome = attend(work, documents, &cancel, signals, progress).await;
-    outcome.map(Hibernated::from)
+    Ok((client, request))
 }
 
 /// Tells where the work is, and passes a Ctrl-C to it.

@@ -1,6 +1,7 @@
 //! Hibernation: a guest's memory and devices become an image, and QEMU ends.
 
 pub mod direct;
+pub mod give_back;
 pub mod machine;
 pub mod plan;
 pub mod runner;

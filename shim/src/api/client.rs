@@ -75,10 +75,15 @@ impl Supervisor {
         Ok(cancelled.answer)
     }
 
+    /// Whether the supervisor is there.
+    pub async fn serves(&self) -> bool {
+        UnixStream::connect(&self.socket).await.is_ok()
+    }
+
     /// Waits until the supervisor serves no more, for a limited time.
     pub async fn wait_for_end(&self) {
         let deadline = Instant::now() + END_LIMIT;
-        while Instant::now() < deadline && UnixStream::connect(&self.socket).await.is_ok() {
+        while Instant::now() < deadline && self.serves().await {
             tokio::time::sleep(POLL).await;
         }
     }

@@ -1,18 +1,24 @@
 //! `dormouse hibernate`: asks the VM's supervisor, or does it over a monitor of its own.
 
+mod all;
+mod suspend;
+
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::time::Duration;
 
 use dormouse_qmp::{Client, ConnectOptions};
 use dormouse_storage::ByteCount;
-use tokio::sync::oneshot;
+use tokio::sync::{mpsc, oneshot, watch};
 
-use super::HibernateArguments;
 use super::report::{Progress, Report};
+use super::{HibernateArguments, HibernateMode};
 use crate::api::client::Supervisor;
-use crate::api::types::{Hibernated, Key, NewOperation, Operation};
+use crate::api::types::{Ending, Hibernated, Key, NewOperation, Operation, OperationKind};
 use crate::error::{Code, Failure};
+use crate::machine::hibernate::limits::Limits;
 use crate::machine::hibernate::machine::CancelAnswer;
+use crate::machine::hibernate::runner::Cancel;
 use crate::machine::hibernate::{ImageWish, Request};
 use crate::signals::Signals;
 use crate::supervisor::operation::Prepared;
@@ -23,67 +29,140 @@ pub async fn hibernate(
     state: &StateDir,
     report: &Report,
 ) -> Result<ExitCode, Failure> {
-    let to = std::path::absolute(&arguments.to)
-        .map_err(|error| Failure::new(Code::Usage, format!("{}: {error}", arguments.to.display())))?;
+    if arguments.mode == HibernateMode::SuspendToDisk {
+        return suspend::suspend_to_disk(&arguments, state, report).await;
+    }
+    if arguments.agent.is_some() {
+        return Err(Failure::new(
+            Code::Usage,
+            "--agent goes with --mode suspend-to-disk",
+        ));
+    }
     let image = ImageWish {
         compression: arguments.compress,
         key: arguments.key.read()?,
         rate_limit: arguments.rate_limit,
     };
-    let progress = report.progress();
+    if let Some(folder) = &arguments.to_dir {
+        let folder = absolute(folder)?;
+        return all::hibernate_all(&folder, &arguments, &image, state, report).await;
+    }
+    let to = match &arguments.to {
+        Some(to) => absolute(to)?,
+        None => return Err(Failure::new(Code::Usage, "say where the image goes with --to")),
+    };
     let outcome = match (&arguments.name, &arguments.qmp) {
         (Some(name), _) => {
-            let supervisor = Supervisor::of(state, name);
-            let wish = NewOperation::Hibernate {
-                to,
-                replace: arguments.replace,
-                engine: arguments.engine,
-                channels: arguments.channels,
-                compress: image.compression,
-                key: image.key.map(Key),
-                rate_limit_bytes: image.rate_limit.map(|limit| limit.0),
-            };
-            by_supervisor(&supervisor, wish, &progress, report)
+            let wish = wish(to, &arguments, &image);
+            let signals = Signals::watch()?.for_several();
+            by_supervisor(state, name, wish, signals, report)
                 .await
-                .map_err(|failure| with_hint(failure, state, name))
+                .and_then(hibernated)
         }
-        (None, Some(socket)) => by_ourselves(socket, to, &arguments, image, &progress).await,
+        (None, Some(socket)) => {
+            let progress = report.progress();
+            let outcome = by_ourselves(socket, to, &arguments, image, &progress).await;
+            progress.finish();
+            outcome
+        }
         (None, None) => Err(Failure::new(Code::Usage, "name a VM, or a monitor with --qmp")),
     };
-    progress.finish();
     let hibernated = outcome?;
     report.result(&hibernated, &describe(&hibernated));
     Ok(ExitCode::SUCCESS)
 }
 
-/// The supervisor works; we watch, and pass on a Ctrl-C.
+/// An operation ends as what it was begun as.
+fn hibernated(ending: Ending) -> Result<Hibernated, Failure> {
+    match ending {
+        Ending::Hibernated(hibernated) => Ok(*hibernated),
+        Ending::SuspendedToDisk(_) => Err(Failure::new(
+            Code::Internal,
+            "the supervisor did something else than it was asked for",
+        )),
+    }
+}
+
+fn absolute(path: &Path) -> Result<PathBuf, Failure> {
+    std::path::absolute(path)
+        .map_err(|error| Failure::new(Code::Usage, format!("{}: {error}", path.display())))
+}
+
+/// What a supervisor is asked for.
+fn wish(to: PathBuf, arguments: &HibernateArguments, image: &ImageWish) -> NewOperation {
+    let limits = limits(arguments);
+    NewOperation::Hibernate {
+        to,
+        replace: arguments.replace,
+        engine: arguments.engine,
+        channels: arguments.channels,
+        compress: image.compression,
+        key: image.key.clone().map(Key),
+        rate_limit_bytes: image.rate_limit.map(|limit| limit.0),
+        timeout_ms: limits.total.map(as_ms),
+        stall_timeout_ms: Some(as_ms(limits.stall)),
+    }
+}
+
+fn limits(arguments: &HibernateArguments) -> Limits {
+    Limits {
+        total: arguments.timeout,
+        stall: arguments.stall_timeout.unwrap_or(Limits::default().stall),
+    }
+}
+
+fn as_ms(time: Duration) -> u64 {
+    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
+}
+
+/// The supervisor works; we watch, and pass on a Ctrl-C, which is a change in `signals`.
 async fn by_supervisor(
+    state: &StateDir,
+    name: &str,
+    wish: NewOperation,
+    signals: watch::Receiver<()>,
+    report: &Report,
+) -> Result<Ending, Failure> {
+    let supervisor = Supervisor::of(state, name);
+    let progress = report.progress();
+    let outcome = follow(&supervisor, wish, signals, &progress, report).await;
+    progress.finish();
+    outcome.map_err(|failure| with_hint(failure, state, name))
+}
+
+async fn follow(
     supervisor: &Supervisor,
     wish: NewOperation,
+    mut signals: watch::Receiver<()>,
     progress: &Progress,
     report: &Report,
-) -> Result<Hibernated, Failure> {
-    let mut signals = Signals::watch()?;
+) -> Result<Ending, Failure> {
     let mut operation = supervisor.begin(&wish).await?;
     let id = operation.id;
     loop {
-        match outcome(&operation) {
-            Some(Ok(hibernated)) => {
-                // The VM's name is free when this returns: whoever wakes it next need not wait.
+        match (&operation.result, &operation.error) {
+            (Some(ending), _) => {
+                // The VM's name is free when this returns: whoever starts it next need not wait.
                 supervisor.wait_for_end().await;
-                return Ok(hibernated);
+                return Ok(ending.clone());
             }
-            Some(Err(failure)) => return Err(failure),
-            None => {}
+            (None, Some(problem)) => return Err(problem.clone().into()),
+            (None, None) => {}
         }
         progress.tell(&operation);
         operation = tokio::select! {
             news = supervisor.news(id, operation.version) => news.map_err(|failure| {
-                failure.while_doing("the hibernation may have ended well, look at the image")
+                failure.while_doing("the hibernation may have ended well, look at the image or the guest's disk")
             })?,
-            _ = signals.next() => {
-                if supervisor.cancel(id).await? == CancelAnswer::TooLate {
-                    report.remark("too late to cancel: the image is being sealed");
+            Ok(()) = signals.changed() => {
+                // An operation that has just ended takes no cancel, and its document tells how it ended.
+                if let Ok(CancelAnswer::TooLate) = supervisor.cancel(id).await {
+                    report.remark(match operation.kind {
+                        OperationKind::Hibernate => "too late to cancel: the image is being sealed",
+                        OperationKind::SuspendToDisk => {
+                            "too late to cancel: the guest was told to suspend itself to its disk"
+                        }
+                    });
                 }
                 continue;
             }
@@ -119,7 +198,7 @@ async fn by_ourselves(
     image: ImageWish,
     progress: &Progress,
 ) -> Result<Hibernated, Failure> {
-    let mut signals = Signals::watch()?;
+    let signals = Signals::watch()?;
     let client = Client::connect(socket, ConnectOptions::default()).await?;
     let (vm_name, record) = known_of(socket, client.peer_pid());
     let (command_line, shape) = record.map(|record| (record.command_line, record.shape)).unzip();
@@ -129,16 +208,30 @@ async fn by_ourselves(
         engine: arguments.engine,
         channels: arguments.channels,
         image,
+        limits: limits(arguments),
         vm_name,
         command_line,
         shape: shape.flatten(),
     };
-    let prepared = Prepared::new();
-    let (mut documents, cancel) = (prepared.watch(), prepared.cancel());
-    let mut work = std::pin::pin!(prepared.drive(client, request));
+    let prepared = Prepared::new(OperationKind::Hibernate);
+    let (documents, cancel) = (prepared.watch(), prepared.cancel());
+    let work = prepared.hibernate(client, request);
+    let outcome = attend(work, documents, &cancel, signals, progress).await;
+    outcome.map(Hibernated::from)
+}
+
+/// Tells where the work is, and passes a Ctrl-C to it.
+async fn attend<T>(
+    work: impl Future<Output = T>,
+    mut documents: watch::Receiver<Operation>,
+    cancel: &mpsc::Sender<Cancel>,
+    mut signals: Signals,
+    progress: &Progress,
+) -> T {
+    let mut work = std::pin::pin!(work);
     loop {
         tokio::select! {
-            outcome = &mut work => return outcome.map(Hibernated::from),
+            outcome = &mut work => return outcome,
             Ok(()) = documents.changed() => progress.tell(&documents.borrow_and_update()),
             _ = signals.next() => {
                 // The answer shows in the outcome.
@@ -168,14 +261,6 @@ pub(super) fn known_of(socket: &Path, pid: Option<u32>) -> (String, Option<VmRec
     }
 }
 
-fn outcome(operation: &Operation) -> Option<Result<Hibernated, Failure>> {
-    match (&operation.result, &operation.error) {
-        (Some(result), _) => Some(Ok(result.clone())),
-        (None, Some(problem)) => Some(Err(problem.clone().into())),
-        (None, None) => None,
-    }
-}
-
 fn describe(hibernated: &Hibernated) -> String {
     let took = |phase: &str| hibernated.timings_ms.get(phase).copied().unwrap_or_default();
     let memory_ms = took("SavingMemory");
@@ -202,6 +287,6 @@ fn describe(hibernated: &Hibernated) -> String {
         memory_ms,
         ByteCount(hibernated.data_bytes),
         ByteCount(hibernated.zero_bytes),
-        took("Sealing"),
+        took("Syncing") + took("Sealing"),
     )
 }

@@ -118,7 +118,7 @@ struct HibernateArguments {
     /// How RAM gets into the image
     #[arg(long, value_enum, default_value_t)]
     engine: Wish,
-    /// Channels that QEMU sends RAM over, where it does: 0 is one plain stream [default: 2 where QEMU can]
+    /// Channels that QEMU sends RAM over, where it does: 0 is one plain stream [default: 4 where QEMU can]
     #[arg(long, value_name = "N")]
     channels: Option<u8>,
     /// Compress RAM: none, auto (while the volume is what holds the writing up), zstd or zstd:LEVEL. A compressed

@@ -2,6 +2,7 @@
 
 pub mod direct;
 pub mod forecast;
+pub mod give_back;
 pub mod limits;
 pub mod machine;
 pub mod plan;

@@ -23,6 +23,7 @@ use tokio::time::Instant;
 use uuid::Uuid;
 
 use super::direct::{self, Source};
+use super::give_back::give_guest_back;
 use super::limits::Watchdog;
 use super::machine::{CancelAnswer, Effect, GiveBack, Input, Machine, Phase};
 use super::plan::{Plan, preflight};
@@ -32,7 +33,7 @@ use crate::machine::effect::{blocking, joined, milliseconds, out_of_order};
 use crate::machine::interrupt::Interrupt;
 use crate::vm::engine::Choice;
 use crate::vm::memory::DEVICE_STATE_BOUND;
-use crate::vm::monitor::{self, MigrationSettings, wait_for_migration_end, wait_for_run_state};
+use crate::vm::monitor::{self, MigrationSettings, wait_for_run_state};
 use crate::vm::process::ProcessEnd;
 
 /// How long QEMU may take to connect for a migration.
@@ -40,9 +41,6 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// How long `stop` may take.
 const STOP_TIMEOUT: Duration = Duration::from_secs(600);
-
-/// How long QEMU may take to do what gives a guest back. Whatever it is busy with comes first.
-const ROLL_BACK_TIMEOUT: Duration = Duration::from_secs(24 * 3600);
 
 /// How long a rollback waits for storage to let go of a partial image.
 const REMOVE_TIMEOUT: Duration = Duration::from_secs(10);
@@ -465,50 +463,10 @@ impl Work {
         if let Some(sealed) = self.sealed.take() {
             blocking(move || Ok(sealed.remove()?)).await?;
         }
-        let given_back = self.give_guest_back(give_back).await;
+        let settings = self.settings.take();
+        let given_back = give_guest_back(&self.client, give_back, &mut self.connections, settings).await;
         self.remove_partial_image().await;
         given_back
-    }
-
-    /// Does not give up while QEMU lives: what it was told before it will do, however late, and then the guest must not
-    /// stay as that leaves it.
-    async fn give_guest_back(&mut self, give_back: GiveBack) -> Result<(), Failure> {
-        let client = self.client.with_deadline(ROLL_BACK_TIMEOUT);
-        if monitor::run_state(&client).await? != RunState::Postmigrate {
-            client.execute(&command::migrate_cancel {}).await?;
-            let _drained = stream::drain(&mut self.connections);
-            wait_for_migration_end(&client, ROLL_BACK_TIMEOUT).await?;
-        }
-        let in_between = |state: &RunState| *state == RunState::FinishMigrate;
-        let state = wait_for_run_state(&client, "settled", |state| !in_between(state)).await?;
-        match (give_back, state) {
-            (GiveBack::Running, RunState::Running) | (GiveBack::AsItIs, _) => {}
-            (GiveBack::Running, _) => {
-                client.execute(&command::cont {}).await?;
-                wait_for_run_state(&client, "running", |state| *state == RunState::Running).await?;
-            }
-            (GiveBack::Paused, RunState::Postmigrate) => {
-                // QEMU leaves this state, and takes its disks back, only by running. Both commands are in its queue
-                // before it looks at the first, so that the guest runs for an instant.
-                let (cont, stop) = tokio::join!(
-                    client.execute(&command::cont {}),
-                    client.execute(&command::stop {})
-                );
-                cont.and(stop)?;
-                wait_for_run_state(&client, "paused", |state| *state == RunState::Paused).await?;
-            }
-            (GiveBack::Paused, _) => {}
-        }
-        // A descriptor that QEMU did not use stays open in it for ever. Once used it is gone, and this fails.
-        let _ = client
-            .execute(&command::closefd {
-                fdname: direct::STREAM_FD.to_owned(),
-            })
-            .await;
-        match self.settings.take() {
-            Some(settings) => Ok(settings.put_back(&client).await?),
-            None => Ok(()),
-        }
     }
 
     /// The guest has what it needs; storage that hangs only delays the report, and not for ever.

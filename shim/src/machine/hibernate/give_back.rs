@@ -1,0 +1,64 @@
+//! Giving a guest back, whatever the hibernation had QEMU do: its migration is ended, its vCPUs do what they did, and its
+//! migration settings are what they were.
+
+use std::os::unix::net::UnixStream;
+use std::time::Duration;
+
+use dormouse_qmp::view::machine::RunState;
+use dormouse_qmp::{Client, command};
+
+use super::direct::STREAM_FD;
+use super::machine::GiveBack;
+use super::stream;
+use crate::error::Failure;
+use crate::vm::monitor::{self, MigrationSettings, wait_for_migration_end, wait_for_run_state};
+
+/// How long QEMU may take to do what gives a guest back. Whatever it is busy with comes first.
+const TIMEOUT: Duration = Duration::from_secs(24 * 3600);
+
+/// Gives the guest back. `connections`: those that its memory comes over; `settings`: what was found, if any were changed.
+///
+/// Does not give up while QEMU lives: what it was told before it will do, however late, and then the guest must not stay
+/// as that leaves it.
+pub async fn give_guest_back(
+    client: &Client,
+    give_back: GiveBack,
+    connections: &mut Vec<UnixStream>,
+    settings: Option<MigrationSettings>,
+) -> Result<(), Failure> {
+    let client = client.with_deadline(TIMEOUT);
+    if monitor::run_state(&client).await? != RunState::Postmigrate {
+        client.execute(&command::migrate_cancel {}).await?;
+        let _drained = stream::drain(connections);
+        wait_for_migration_end(&client, TIMEOUT).await?;
+    }
+    let in_between = |state: &RunState| *state == RunState::FinishMigrate;
+    let state = wait_for_run_state(&client, "settled", |state| !in_between(state)).await?;
+    match (give_back, state) {
+        (GiveBack::Running, RunState::Running) | (GiveBack::AsItIs, _) => {}
+        (GiveBack::Running, _) => {
+            client.execute(&command::cont {}).await?;
+            wait_for_run_state(&client, "running", |state| *state == RunState::Running).await?;
+        }
+        (GiveBack::Paused, RunState::Postmigrate) => {
+            // QEMU leaves this state, and takes its disks back, only by running. Both commands are in its queue before
+            // it looks at the first, so that the guest runs for an instant.
+            let (cont, stop) = tokio::join!(
+                client.execute(&command::cont {}),
+                client.execute(&command::stop {})
+            );
+            cont.and(stop)?;
+            wait_for_run_state(&client, "paused", |state| *state == RunState::Paused).await?;
+        }
+        (GiveBack::Paused, _) => {}
+    }
+    // A descriptor that QEMU did not use stays open in it for ever. Once used it is gone, and this fails.
+    let close = command::closefd {
+        fdname: STREAM_FD.to_owned(),
+    };
+    let _ = client.execute(&close).await;
+    match settings {
+        Some(settings) => Ok(settings.put_back(&client).await?),
+        None => Ok(()),
+    }
+}

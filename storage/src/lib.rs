@@ -36,8 +36,8 @@ mod volume;
 
 pub use byte_count::ByteCount;
 pub use image::{
-    BlockPlacement, BlockSize, Compression, Corruption, CreateOptions, Image, ImageError, ImageKey,
-    ImageState, ImageWriter, Layout, LayoutError, Manifest, MemoryWritten, Mismatch, RandomReader,
+    BlockPlacement, BlockSize, CompleteImage, Compression, Corruption, CreateOptions, Image, ImageError,
+    ImageKey, ImageState, ImageWriter, Layout, LayoutError, Manifest, MemoryWritten, Mismatch, RandomReader,
     SealedImage, TornBecause, Unmappable, Usage, Verified,
 };
 pub use incoming::{Incoming, IncomingError};

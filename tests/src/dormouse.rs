@@ -86,13 +86,20 @@ impl Dormouse {
 
     /// Starts to hibernate `name` to `image`; [`finish`](Self::finish) waits for the end.
     pub fn start_hibernating(&self, name: &str, image: &Path) -> Child {
-        self.spawn(&[
+        self.start_hibernating_with(name, image, &[])
+    }
+
+    /// Starts to hibernate `name` to `image`, with more options.
+    pub fn start_hibernating_with(&self, name: &str, image: &Path, options: &[&str]) -> Child {
+        let mut arguments = vec![
             OsStr::new("hibernate"),
             name.as_ref(),
             "--to".as_ref(),
             image.as_ref(),
             "--json".as_ref(),
-        ])
+        ];
+        arguments.extend(options.iter().map(OsStr::new));
+        self.spawn(&arguments)
     }
 
     /// Hibernates the QEMU behind the monitor at `socket` to `image`, without a supervisor.

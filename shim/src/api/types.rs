@@ -92,6 +92,12 @@ pub enum NewOperation {
         /// The most that is written in a second, in bytes.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         rate_limit_bytes: Option<u64>,
+        /// How long it may take until the image is complete, in milliseconds.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        timeout_ms: Option<u64>,
+        /// How long it may go without progress, in milliseconds.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        stall_timeout_ms: Option<u64>,
     },
     /// Have the guest save itself onto its own disk, by its agent, and power off; then QEMU ends. There is no image.
     SuspendToDisk {

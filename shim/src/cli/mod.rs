@@ -125,14 +125,18 @@ struct HibernateArguments {
     /// Write at most so much in a second (bytes, or with a suffix: 200M, 1.5G)
     #[arg(long, value_name = "BYTES", value_parser = byte_count)]
     rate_limit: Option<ByteCount>,
+    /// Give the guest back if the image is not complete after this time (30s, 5m) [default: no limit]. With --mode
+    /// suspend-to-disk: how long the guest may take until it is off [default: 5m]
+    #[arg(long, value_name = "TIME", value_parser = humantime::parse_duration)]
+    timeout: Option<Duration>,
+    /// Give the guest back if there is no progress for this time [default: 2m]
+    #[arg(long, value_name = "TIME", value_parser = humantime::parse_duration)]
+    stall_timeout: Option<Duration>,
     #[command(flatten)]
     key: KeyArguments,
     /// With --mode suspend-to-disk: the guest agent's socket [default: found by QEMU's virtio-serial ports]
     #[arg(long, value_name = "SOCKET")]
     agent: Option<PathBuf>,
-    /// With --mode suspend-to-disk: how long the guest may take until it is off [default: 5m]
-    #[arg(long, value_name = "DURATION", value_parser = humantime::parse_duration)]
-    timeout: Option<Duration>,
 }
 
 /// Where a guest goes.

@@ -257,7 +257,10 @@ impl Desk {
                 compress,
                 key,
                 rate_limit_bytes,
+                timeout_ms,
+                stall_timeout_ms,
             } => {
+                let usual = hibernate::limits::Limits::default();
                 let request = hibernate::Request {
                     target: absolute(to)?,
                     replace,
@@ -267,6 +270,10 @@ impl Desk {
                         compression: compress,
                         key: key.map(|key| key.0),
                         rate_limit: rate_limit_bytes.map(ByteCount),
+                    },
+                    limits: hibernate::limits::Limits {
+                        total: timeout_ms.map(Duration::from_millis),
+                        stall: stall_timeout_ms.map_or(usual.stall, Duration::from_millis),
                     },
                     vm_name: handle.name.clone(),
                     command_line: Some(handle.command_line.clone()),

@@ -54,7 +54,7 @@ pub use manifest::Manifest;
 pub use pages::Pages;
 pub use random::RandomReader;
 pub use reader::{Image, Unmappable, Usage};
-pub use sealed::SealedImage;
+pub use sealed::{CompleteImage, SealedImage};
 pub use state::ImageState;
 pub use superblock::FORMAT_VERSION;
 pub use verify::Verified;

@@ -5,6 +5,7 @@ mod suspend;
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::time::Duration;
 
 use dormouse_qmp::{Client, ConnectOptions};
 use dormouse_storage::ByteCount;
@@ -15,6 +16,7 @@ use super::{HibernateArguments, HibernateMode};
 use crate::api::client::Supervisor;
 use crate::api::types::{Ending, Hibernated, Key, NewOperation, Operation, OperationKind};
 use crate::error::{Code, Failure};
+use crate::machine::hibernate::limits::Limits;
 use crate::machine::hibernate::machine::CancelAnswer;
 use crate::machine::hibernate::runner::Cancel;
 use crate::machine::hibernate::{ImageWish, Request};
@@ -30,10 +32,10 @@ pub async fn hibernate(
     if arguments.mode == HibernateMode::SuspendToDisk {
         return suspend::suspend_to_disk(&arguments, state, report).await;
     }
-    if arguments.agent.is_some() || arguments.timeout.is_some() {
+    if arguments.agent.is_some() {
         return Err(Failure::new(
             Code::Usage,
-            "--agent and --timeout go with --mode suspend-to-disk",
+            "--agent goes with --mode suspend-to-disk",
         ));
     }
     let image = ImageWish {
@@ -88,6 +90,7 @@ fn absolute(path: &Path) -> Result<PathBuf, Failure> {
 
 /// What a supervisor is asked for.
 fn wish(to: PathBuf, arguments: &HibernateArguments, image: &ImageWish) -> NewOperation {
+    let limits = limits(arguments);
     NewOperation::Hibernate {
         to,
         replace: arguments.replace,
@@ -96,7 +99,20 @@ fn wish(to: PathBuf, arguments: &HibernateArguments, image: &ImageWish) -> NewOp
         compress: image.compression,
         key: image.key.clone().map(Key),
         rate_limit_bytes: image.rate_limit.map(|limit| limit.0),
+        timeout_ms: limits.total.map(as_ms),
+        stall_timeout_ms: Some(as_ms(limits.stall)),
     }
+}
+
+fn limits(arguments: &HibernateArguments) -> Limits {
+    Limits {
+        total: arguments.timeout,
+        stall: arguments.stall_timeout.unwrap_or(Limits::default().stall),
+    }
+}
+
+fn as_ms(time: Duration) -> u64 {
+    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }
 
 /// The supervisor works; we watch, and pass on a Ctrl-C, which is a change in `signals`.
@@ -192,6 +208,7 @@ async fn by_ourselves(
         engine: arguments.engine,
         channels: arguments.channels,
         image,
+        limits: limits(arguments),
         vm_name,
         command_line,
         shape: shape.flatten(),
@@ -270,6 +287,6 @@ fn describe(hibernated: &Hibernated) -> String {
         memory_ms,
         ByteCount(hibernated.data_bytes),
         ByteCount(hibernated.zero_bytes),
-        took("Sealing"),
+        took("Syncing") + took("Sealing"),
     )
 }

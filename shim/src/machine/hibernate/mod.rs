@@ -1,6 +1,7 @@
 //! Hibernation: a guest's memory and devices become an image, and QEMU ends.
 
 pub mod direct;
+pub mod limits;
 pub mod machine;
 pub mod plan;
 pub mod runner;
@@ -13,6 +14,7 @@ use uuid::Uuid;
 
 use crate::vm::engine::{Choice, Wish};
 use crate::vm::shape::Shape;
+use limits::Limits;
 
 /// What is asked for.
 #[derive(Debug, Clone)]
@@ -27,6 +29,8 @@ pub struct Request {
     pub channels: Option<u8>,
     /// What the image is to be like.
     pub image: ImageWish,
+    /// How long it may take.
+    pub limits: Limits,
     /// The name of the VM, for the image's manifest.
     pub vm_name: String,
     /// QEMU's command line as the user gave it; `None`: take what QEMU's process shows.

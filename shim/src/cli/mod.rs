@@ -125,7 +125,7 @@ struct HibernateArguments {
     /// Write at most so much in a second (bytes, or with a suffix: 200M, 1.5G)
     #[arg(long, value_name = "BYTES", value_parser = byte_count)]
     rate_limit: Option<ByteCount>,
-    /// Give the guest back if the image is not complete after this time (30s, 5m) [default: no limit]. With --mode
+    /// Give the guest back if the image is not complete after this time (30s, 5m) [default: no limit]; with --mode
     /// suspend-to-disk: how long the guest may take until it is off [default: 5m]
     #[arg(long, value_name = "TIME", value_parser = humantime::parse_duration)]
     timeout: Option<Duration>,

@@ -32,6 +32,7 @@ use uuid::Uuid;
 use crate::api::routes;
 use crate::api::types::{NewOperation, Operation, Ram, Woken};
 use crate::error::{Code, Failure};
+use crate::machine::hibernate::limits::Limits;
 use crate::machine::hibernate::machine::CancelAnswer;
 use crate::machine::hibernate::runner::Cancel;
 use crate::machine::{hibernate, suspend};
@@ -200,6 +201,49 @@ fn pass_on(signal: Signal, supervised: &Supervised) {
     }
 }
 
+/// What a wish for a hibernation asks for.
+pub fn hibernation(wish: NewOperation, handle: &Handle) -> Result<hibernate::Request, Failure> {
+    let NewOperation::Hibernate {
+        to,
+        replace,
+        engine,
+        channels,
+        compress,
+        key,
+        rate_limit_bytes,
+        timeout_ms,
+        stall_timeout_ms,
+    } = wish
+    else {
+        return Err(Failure::new(Code::Usage, "that is no hibernation"));
+    };
+    if rate_limit_bytes == Some(0) {
+        return Err(Failure::new(
+            Code::Usage,
+            "at most 0 bytes in a second would never end",
+        ));
+    }
+    let limits = Limits::default();
+    Ok(hibernate::Request {
+        target: absolute(to)?,
+        replace,
+        engine,
+        channels,
+        image: hibernate::ImageWish {
+            compression: compress,
+            key: key.map(|key| key.0),
+            rate_limit: rate_limit_bytes.map(ByteCount),
+        },
+        limits: Limits {
+            total: timeout_ms.map(Duration::from_millis),
+            stall: stall_timeout_ms.map_or(limits.stall, Duration::from_millis),
+        },
+        vm_name: handle.name.clone(),
+        command_line: Some(handle.command_line.clone()),
+        shape: handle.shape.clone(),
+    })
+}
+
 /// Where operations are begun and cancelled: one at a time.
 struct Desk {
     current: watch::Sender<Option<watch::Receiver<Operation>>>,
@@ -249,36 +293,8 @@ impl Desk {
         let (documents, cancel) = (prepared.watch(), prepared.cancel());
         let id = documents.borrow().id;
         let task = match wish {
-            NewOperation::Hibernate {
-                to,
-                replace,
-                engine,
-                channels,
-                compress,
-                key,
-                rate_limit_bytes,
-                timeout_ms,
-                stall_timeout_ms,
-            } => {
-                let usual = hibernate::limits::Limits::default();
-                let request = hibernate::Request {
-                    target: absolute(to)?,
-                    replace,
-                    engine,
-                    channels,
-                    image: hibernate::ImageWish {
-                        compression: compress,
-                        key: key.map(|key| key.0),
-                        rate_limit: rate_limit_bytes.map(ByteCount),
-                    },
-                    limits: hibernate::limits::Limits {
-                        total: timeout_ms.map(Duration::from_millis),
-                        stall: stall_timeout_ms.map_or(usual.stall, Duration::from_millis),
-                    },
-                    vm_name: handle.name.clone(),
-                    command_line: Some(handle.command_line.clone()),
-                    shape: handle.shape.clone(),
-                };
+            NewOperation::Hibernate { .. } => {
+                let request = hibernation(wish, handle)?;
                 tokio::spawn(async move {
                     match prepared.hibernate(client, request).await {
                         Ok(report) => tracing::info!(image = %report.image.display(), "hibernated"),

@@ -106,11 +106,11 @@ pub enum ImageError {
         /// The limit.
         limit: u32,
     },
-    /// The seal of an image on a block device failed, and so did wiping it: what is found there the next
-    /// time may be a sealed image of a guest that runs on.
+    /// The seal of an image failed, and so did wiping it: what is found there the next time may be a sealed
+    /// image of a guest that runs on.
     #[error("could not seal the image on {path}, nor wipe it: it may be found whole there and must not be woken", path = path.display())]
     MayBeSealed {
-        /// The device.
+        /// The file or device.
         path: PathBuf,
         /// Why it could not be sealed.
         #[source]

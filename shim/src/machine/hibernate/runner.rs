@@ -185,7 +185,12 @@ impl Work {
     async fn perform(&mut self, effect: Effect, was_running: bool) -> Input {
         let interrupt = self.interrupt.clone();
         let outcome = match effect {
-            Effect::Preflight => interrupt.or(self.preflight()).await,
+            Effect::Preflight => {
+                let outcome = interrupt.or(self.preflight()).await;
+                // A preflight that was interrupted in the middle of a question.
+                monitor::mode_put_back().await;
+                outcome
+            }
             Effect::Reserve => self.reserve().await,
             Effect::Pause => self.pause(was_running).await,
             Effect::SaveDevices => self.save_devices().await,

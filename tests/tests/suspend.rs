@@ -232,7 +232,7 @@ fn an_image_and_a_suspend_to_disk_exclude_each_other() {
     let outcome = suspend(&scene, &["guest"], &["--to", "/x"]).expect_exit(USAGE);
     assert!(outcome.result()["error"]["message"].to_string().contains("--to"));
     suspend(&scene, &["guest"], &["--compress", "zstd"]).expect_exit(USAGE);
-    let image = ["hibernate", "guest", "--to", "/x", "--timeout", "1s"];
+    let image = ["hibernate", "guest", "--to", "/x", "--agent", "/y"];
     scene.dormouse.execute(&image).expect_exit(USAGE);
     scene.dormouse.execute(&["hibernate", "guest"]).expect_exit(USAGE);
 }

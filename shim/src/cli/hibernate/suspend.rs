@@ -10,7 +10,7 @@ use dormouse_storage::Compression;
 
 use super::super::HibernateArguments;
 use super::super::report::Report;
-use super::{absolute, attend, by_supervisor};
+use super::{absolute, as_ms, attend, by_supervisor};
 use crate::api::types::{Ending, NewOperation, OperationKind, SuspendedToDisk};
 use crate::error::{Code, Failure};
 use crate::machine::suspend::Request;
@@ -42,7 +42,7 @@ pub async fn suspend_to_disk(
         (Some(name), _) => {
             let wish = NewOperation::SuspendToDisk {
                 agent: request.agent,
-                limit_ms: u64::try_from(request.limit.as_millis()).unwrap_or(u64::MAX),
+                limit_ms: as_ms(request.limit),
             };
             let signals = Signals::watch()?.for_several();
             match by_supervisor(state, name, wish, signals, report).await? {
@@ -83,6 +83,7 @@ fn option_of_images(arguments: &HibernateArguments) -> Option<&'static str> {
         ("--channels", arguments.channels.is_some()),
         ("--compress", arguments.compress != Compression::default()),
         ("--rate-limit", arguments.rate_limit.is_some()),
+        ("--stall-timeout", arguments.stall_timeout.is_some()),
         ("--key-file", key.key_file.is_some()),
         ("--key-fd", key.key_fd.is_some()),
     ];

@@ -85,7 +85,7 @@ pub enum ImageError {
         path: PathBuf,
     },
     /// The system uses the block device.
-    #[error("{path} is in use: mounted, swap, or a part of another device", path = path.display())]
+    #[error("{path} is in use: mounted, swap, a part of another device, or a disk of a running QEMU", path = path.display())]
     DeviceInUse {
         /// The device.
         path: PathBuf,

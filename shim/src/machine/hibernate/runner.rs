@@ -43,6 +43,9 @@ const STOP_TIMEOUT: Duration = Duration::from_secs(600);
 /// How long QEMU may take to do what gives a guest back. Whatever it is busy with comes first.
 const ROLL_BACK_TIMEOUT: Duration = Duration::from_secs(24 * 3600);
 
+/// How long QEMU may take to end a migration that was cancelled, before the guest is given back all the same.
+const CANCEL_TIMEOUT: Duration = Duration::from_secs(30);
+
 /// How long a rollback waits for storage to let go of a partial image.
 const REMOVE_TIMEOUT: Duration = Duration::from_secs(10);
 
@@ -440,7 +443,9 @@ impl Work {
                 // It may have ended by itself.
                 let _ = connection.shutdown(Shutdown::Both);
             }
-            wait_for_migration_end(&client, ROLL_BACK_TIMEOUT).await?;
+            if let Err(failure) = wait_for_migration_end(&client, CANCEL_TIMEOUT).await {
+                return Err(self.give_back_beside_migration(&client, give_back, failure).await);
+            }
         }
         let in_between = |state: &RunState| *state == RunState::FinishMigrate;
         let state = wait_for_run_state(&client, "settled", |state| !in_between(state)).await?;
@@ -471,6 +476,33 @@ impl Work {
         match self.settings.take() {
             Some(settings) => Ok(settings.put_back(&client).await?),
             None => Ok(()),
+        }
+    }
+
+    /// QEMU 10.0 can wait for ever for channels that broke off as its migration began. The guest need not: it was not
+    /// touched yet and can run beside a migration, which QEMU then has until it ends. Tells what is left to do.
+    async fn give_back_beside_migration(
+        &self,
+        client: &Client,
+        give_back: GiveBack,
+        failure: Failure,
+    ) -> Failure {
+        if failure.code != Code::TimedOut {
+            return failure;
+        }
+        let given_back = async {
+            if give_back == GiveBack::Running && monitor::run_state(client).await? == RunState::Paused {
+                client.execute(&command::cont {}).await?;
+                wait_for_run_state(client, "running", |state| *state == RunState::Running).await?;
+            }
+            Ok::<_, Failure>(())
+        };
+        match given_back.await {
+            Ok(()) => failure.while_doing(
+                "the guest is given back, but QEMU cannot be migrated or hibernated any more, and its migration \
+                 settings are not put back",
+            ),
+            Err(failure) => failure,
         }
     }
 

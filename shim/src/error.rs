@@ -163,6 +163,7 @@ impl From<ImageError> for Failure {
             | ImageError::Corrupt { .. }
             | ImageError::Stream(_)
             | ImageError::WrongKey { .. }
+            | ImageError::NotEncrypted { .. }
             | ImageError::WrongState { .. } => Code::ImageInvalid,
             ImageError::Locked { .. }
             | ImageError::DeviceInUse { .. }

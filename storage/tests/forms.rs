@@ -184,6 +184,17 @@ fn a_wrong_key_and_no_key_are_told_apart_from_damage() {
 }
 
 #[test]
+fn an_image_that_is_not_encrypted_is_not_taken_for_one_that_is() {
+    let laboratory = Laboratory::new();
+    write(&laboratory, &laboratory.target(), Compression::None, None);
+    let error = Image::open(&laboratory.target())
+        .unwrap()
+        .unlock(&key(1))
+        .unwrap_err();
+    assert!(matches!(error, ImageError::NotEncrypted { .. }), "{error}");
+}
+
+#[test]
 fn nothing_of_the_guest_can_be_read_in_an_encrypted_image() {
     let laboratory = Laboratory::new();
     write(&laboratory, &laboratory.target(), Compression::None, Some(key(1)));

@@ -68,6 +68,12 @@ pub enum ImageError {
         /// The image.
         path: PathBuf,
     },
+    /// A key was given for an image that is not encrypted.
+    #[error("{path} is not encrypted, although a key was given for it", path = path.display())]
+    NotEncrypted {
+        /// The image.
+        path: PathBuf,
+    },
     /// The image is in a state in which this may not be done to it.
     #[error("{path} is {found} and cannot become {wanted}", path = path.display())]
     WrongState {

@@ -74,6 +74,9 @@ pub struct Image {
     manifest: Manifest,
     /// Of an encrypted image whose key was given.
     cipher: Option<Cipher>,
+    /// Of an encrypted image: chunk table and manifest, as they were read. The device state tells whether they are
+    /// authentic.
+    open: Vec<u8>,
 }
 
 impl Image {
@@ -106,19 +109,24 @@ impl Image {
         Self::read(file, path, true)
     }
 
-    /// Takes the key of an encrypted image, without which its RAM and device state cannot be read. An image that
-    /// is not encrypted takes any.
+    /// Takes the key of an encrypted image, without which its RAM and device state cannot be read.
     ///
     /// # Errors
     ///
-    /// [`ImageError::WrongKey`] if it is another image's.
+    /// [`ImageError::WrongKey`] if it is another image's, [`ImageError::NotEncrypted`] if the image needs none: who
+    /// has a key expects an image that only its owner can have made.
     pub fn unlock(&mut self, key: &ImageKey) -> Result<(), ImageError> {
-        if let Some(encryption) = &self.superblock.encryption {
-            let cipher = Cipher::of(key, encryption).ok_or_else(|| ImageError::WrongKey {
+        let encryption = self
+            .superblock
+            .encryption
+            .as_ref()
+            .ok_or_else(|| ImageError::NotEncrypted {
                 path: self.path.clone(),
             })?;
-            self.cipher = Some(cipher);
-        }
+        let cipher = Cipher::of(key, encryption).ok_or_else(|| ImageError::WrongKey {
+            path: self.path.clone(),
+        })?;
+        self.cipher = Some(cipher);
         Ok(())
     }
 
@@ -221,10 +229,8 @@ impl Image {
         let mut stream = self.read_area("device state", self.superblock.device_state)?;
         if self.is_encrypted() {
             let cipher = self.cipher.as_ref().ok_or_else(|| self.key_needed())?;
-            let mut open = self.read_area("chunk table", self.superblock.table)?;
-            open.extend(self.read_area("manifest", self.superblock.manifest)?);
             stream = cipher
-                .open_device_state(stream, &open)
+                .open_device_state(stream, &self.open)
                 .map_err(|_| ImageError::corrupt(&self.path, Corruption::DeviceStateNotAuthentic))?;
         }
         Recording::parse(&stream)
@@ -406,13 +412,13 @@ impl Image {
         if found < needed {
             return Err(torn(TornBecause::Short { needed, found }));
         }
-        let table = read_area(&file, path, "chunk table", superblock.table)?;
+        let encoded_table = read_area(&file, path, "chunk table", superblock.table)?;
         let form = TableForm {
             chunk_bytes: superblock.chunk_bytes,
             encrypted: superblock.encryption.is_some(),
             zstd: superblock.format > FORMAT_1,
         };
-        let table = ChunkTable::decode(&table, form)
+        let table = ChunkTable::decode(&encoded_table, form)
             .map_err(|source| ImageError::corrupt(path, Corruption::Table(source)))?;
         if table.layout.ram_end() > superblock.table.offset {
             return Err(ImageError::corrupt(
@@ -420,9 +426,13 @@ impl Image {
                 Corruption::Superblock("the chunk table lies in the RAM"),
             ));
         }
-        let manifest = read_area(&file, path, "manifest", superblock.manifest)?;
-        let manifest = serde_json::from_slice(&manifest)
+        let encoded_manifest = read_area(&file, path, "manifest", superblock.manifest)?;
+        let manifest = serde_json::from_slice(&encoded_manifest)
             .map_err(|source| ImageError::corrupt(path, Corruption::Manifest(source)))?;
+        let open = match superblock.encryption {
+            Some(_) => [encoded_table, encoded_manifest].concat(),
+            None => Vec::new(),
+        };
         let direct = DirectFile::beside(&file, path, false).map_err(failed)?;
         Ok(Self {
             file,
@@ -434,6 +444,7 @@ impl Image {
             table,
             manifest,
             cipher: None,
+            open,
         })
     }
 

@@ -95,6 +95,39 @@ impl Dormouse {
         ])
     }
 
+    /// Starts to hibernate `name` to `image`, with more options.
+    pub fn start_hibernating_with(&self, name: &str, image: &Path, options: &[&str]) -> Child {
+        let mut arguments = vec![OsStr::new("hibernate"), name.as_ref(), "--to".as_ref()];
+        arguments.extend([image.as_ref(), OsStr::new("--json")]);
+        arguments.extend(options.iter().map(OsStr::new));
+        self.spawn(&arguments)
+    }
+
+    /// Runs `dormouse recover --json` with more arguments.
+    pub fn recover(&self, arguments: &[&str]) -> Outcome {
+        self.finish(self.start_recovering(arguments))
+    }
+
+    /// Starts `dormouse recover --json`.
+    pub fn start_recovering(&self, arguments: &[&str]) -> Child {
+        let mut all = vec!["recover", "--json"];
+        all.extend(arguments);
+        self.spawn(&all)
+    }
+
+    /// The records of operations in the state directory: each one's name, and what it says.
+    pub fn records(&self) -> Vec<(PathBuf, Value)> {
+        let entries = fs::read_dir(self.state_dir.join(".operations"));
+        let paths = entries.into_iter().flatten().flatten().map(|entry| entry.path());
+        let records = paths.filter(|path| path.extension() == Some(OsStr::new("json")));
+        records
+            .filter_map(|path| {
+                let text = fs::read(&path).ok()?;
+                Some((path, serde_json::from_slice(&text).unwrap_or_default()))
+            })
+            .collect()
+    }
+
     /// Hibernates the QEMU behind the monitor at `socket` to `image`, without a supervisor.
     pub fn hibernate_by_monitor(&self, socket: &Path, image: &Path) -> Outcome {
         self.finish(self.start_hibernating_by_monitor(socket, image, &[]))
@@ -240,6 +273,11 @@ impl Supervisor {
         })
     }
 
+    /// Its process.
+    pub fn pid(&self) -> Pid {
+        Pid::from_child(&self.child)
+    }
+
     /// Asks it to end the guest and itself, and waits for both.
     pub fn terminate(&mut self) -> ExitStatus {
         self.signal(Signal::TERM);
@@ -258,8 +296,7 @@ impl Supervisor {
     }
 
     fn signal(&self, signal: Signal) {
-        let pid = i32::try_from(self.child.id()).ok().and_then(Pid::from_raw);
-        kill_process(pid.expect("a process id"), signal).expect("our own child can be signalled");
+        kill_process(self.pid(), signal).expect("our own child can be signalled");
     }
 
     fn must_live(&mut self) {

@@ -47,7 +47,7 @@ pub async fn hibernate(
                 .await
                 .map_err(|failure| with_hint(failure, state, name))
         }
-        (None, Some(socket)) => by_ourselves(socket, to, &arguments, image, &progress).await,
+        (None, Some(socket)) => by_ourselves(socket, to, &arguments, image, (state, &progress)).await,
         (None, None) => Err(Failure::new(Code::Usage, "name a VM, or a monitor with --qmp")),
     };
     progress.finish();
@@ -94,19 +94,22 @@ async fn by_supervisor(
 /// A guest can outlive its supervisor; then it is reached in another way.
 fn with_hint(failure: Failure, state: &StateDir, name: &str) -> Failure {
     let socket = state.monitor_socket(name);
-    let record = socket
+    let qemu = socket
         .parent()
         .and_then(VmRecord::read)
-        .filter(VmRecord::is_alive);
-    match (failure.code, record) {
-        (Code::Unreachable, Some(record)) => Failure {
-            message: format!(
-                "{failure}; its QEMU lives as process {}: reach it with --qmp {}",
-                record.pid,
-                socket.display()
-            ),
-            ..failure
-        },
+        .and_then(|record| record.living());
+    match (failure.code, qemu) {
+        (Code::Unreachable, Some(pid)) => {
+            let way = if state.is_interrupted(pid) {
+                format!("a hibernation of it was interrupted: `dormouse recover {name}` ends that first")
+            } else {
+                format!("reach it with --qmp {}", socket.display())
+            };
+            Failure {
+                message: format!("{failure}; its QEMU lives as process {pid}: {way}"),
+                ..failure
+            }
+        }
         _ => failure,
     }
 }
@@ -117,9 +120,12 @@ async fn by_ourselves(
     target: PathBuf,
     arguments: &HibernateArguments,
     image: ImageWish,
-    progress: &Progress,
+    (state, progress): (&StateDir, &Progress),
 ) -> Result<Hibernated, Failure> {
     let mut signals = Signals::watch()?;
+    let monitor = std::path::absolute(socket)
+        .map_err(|error| Failure::new(Code::Usage, format!("{}: {error}", socket.display())))?;
+    state.make()?;
     let client = Client::connect(socket, ConnectOptions::default()).await?;
     let (vm_name, record) = known_of(socket, client.peer_pid());
     let (command_line, shape) = record.map(|record| (record.command_line, record.shape)).unzip();
@@ -129,6 +135,8 @@ async fn by_ourselves(
         engine: arguments.engine,
         channels: arguments.channels,
         image,
+        monitor,
+        operations: state.operations(),
         vm_name,
         command_line,
         shape: shape.flatten(),
@@ -156,7 +164,7 @@ pub(super) fn known_of(socket: &Path, pid: Option<u32>) -> (String, Option<VmRec
         .ok()
         .and_then(|socket| socket.parent().map(Path::to_owned));
     match folder.and_then(|folder| Some((VmRecord::read(&folder)?, folder))) {
-        Some((record, folder)) if Some(record.pid) == pid => (
+        Some((record, folder)) if pid.is_some() && record.living() == pid => (
             folder
                 .file_name()
                 .unwrap_or_default()

@@ -52,6 +52,8 @@ const REQUEST_QUEUE: usize = 16;
 pub struct Supervised {
     /// The VM's folder.
     pub directory: VmDirectory,
+    /// Where operations are written down.
+    pub operations: PathBuf,
     /// Its QEMU.
     pub qemu: QemuProcess,
     /// Where its RAM is, for status.
@@ -82,6 +84,10 @@ pub struct Handle {
     pub name: String,
     /// QEMU's process.
     pub pid: u32,
+    /// The monitor's socket.
+    pub monitor: PathBuf,
+    /// Where operations are written down.
+    pub operations: PathBuf,
     /// QEMU's monitor, for questions.
     pub client: Client,
     /// Where its RAM is.
@@ -173,6 +179,8 @@ async fn settle(
     let handle = Handle {
         name: supervised.directory.name().to_owned(),
         pid,
+        monitor: supervised.directory.monitor_socket(),
+        operations: supervised.operations.clone(),
         client,
         ram: supervised.ram.clone(),
         woken: supervised.woken.clone(),
@@ -263,6 +271,8 @@ impl Desk {
                 key: key.map(|key| key.0),
                 rate_limit: rate_limit_bytes.map(ByteCount),
             },
+            monitor: handle.monitor.clone(),
+            operations: handle.operations.clone(),
             vm_name: handle.name.clone(),
             command_line: Some(handle.command_line.clone()),
             shape: handle.shape.clone(),

@@ -67,6 +67,7 @@ impl Prepared {
             cancels,
             cancel,
         } = self;
+        let id = document.borrow().id;
         let told = watch::Sender::new(Told {
             phase: Phase::Preflight,
             choice: None,
@@ -74,7 +75,7 @@ impl Prepared {
             progress: Arc::new(Progress::default()),
         });
         let mut news = told.subscribe();
-        let mut outcome = std::pin::pin!(hibernate(client, request, told, cancels));
+        let mut outcome = std::pin::pin!(hibernate(id, client, request, told, cancels));
         let outcome = loop {
             tokio::select! {
                 outcome = &mut outcome => break outcome,

@@ -1,6 +1,7 @@
 //! Hibernation: a guest's memory and devices become an image, and QEMU ends.
 
 pub mod direct;
+pub mod ending;
 pub mod machine;
 pub mod plan;
 pub mod runner;
@@ -27,6 +28,10 @@ pub struct Request {
     pub channels: Option<u8>,
     /// What the image is to be like.
     pub image: ImageWish,
+    /// The monitor's socket, for who comes after us.
+    pub monitor: PathBuf,
+    /// Where operations are written down.
+    pub operations: PathBuf,
     /// The name of the VM, for the image's manifest.
     pub vm_name: String,
     /// QEMU's command line as the user gave it; `None`: take what QEMU's process shows.

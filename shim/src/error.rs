@@ -8,6 +8,7 @@
 use std::io::ErrorKind;
 
 use dormouse_qmp::{CommandError, ConnectError};
+use dormouse_storage::IncomingError;
 use dormouse_storage::exchange::{ExportError, ImportError};
 use dormouse_storage::image::ImageError;
 use serde::{Deserialize, Serialize};
@@ -171,6 +172,8 @@ impl From<ImageError> for Failure {
             | ImageError::TargetExists { .. }
             | ImageError::HoldsGuest { .. } => Code::Refused,
             ImageError::KeyNeeded { .. } => Code::Usage,
+            // Somebody ran it.
+            ImageError::Incoming(IncomingError::Again { .. }) => Code::Refused,
             ImageError::NoSpace { .. } => Code::NoSpace,
             ImageError::Cancelled => Code::Cancelled,
             // A wrong path is the caller's to mend, not the storage's.

@@ -11,18 +11,22 @@
 
 mod dormouse;
 pub mod faults;
+mod foreign;
 mod guest;
 mod lab;
 mod monitor;
 mod processes;
 mod qemu;
 mod scene;
+mod volumes;
 mod wait;
 
 pub use dormouse::{Dormouse, Outcome, Supervisor};
+pub use foreign::Foreign;
 pub use guest::{BootSectorGuest, Guest, LinuxGuest};
 pub use lab::Lab;
 pub use monitor::Monitor;
 pub use qemu::{PlainQemu, QemuBuild};
 pub use scene::Scene;
+pub use volumes::LoopDevice;
 pub use wait::{PATIENCE, until};

@@ -1,14 +1,13 @@
 //! Whatever way RAM takes into the image, the guest comes back with every byte; and a guest that somebody else started
 //! is saved the way that its memory allows.
 
-use std::{
-    fs,
-    io::{BufRead, BufReader},
-    path::PathBuf,
-};
+use std::fs;
 
-use dormouse_tests::{BootSectorGuest, Guest, Outcome, PlainQemu, QemuBuild, Scene, Supervisor, faults};
-use rustix::process::Pid;
+use dormouse_tests::{
+    Foreign, Guest, QemuBuild, Scene,
+    faults::{self, Hanging, SmallVolume},
+    until,
+};
 use serde_json::{Value, json};
 
 const REFUSED: i32 = 3;
@@ -29,128 +28,6 @@ const MEMFD: [&str; 4] = [
     "-machine",
     "memory-backend=m0",
 ];
-
-/// A guest that runs under a QEMU that somebody else started.
-struct Foreign {
-    scene: Scene,
-    _qemu: PlainQemu,
-}
-
-impl Foreign {
-    /// Starts the guest with these arguments beside its own, and with a monitor for Dormouse.
-    fn start(build: QemuBuild, arguments: &[&str]) -> Self {
-        Self::start_with_ram(build, 64, arguments)
-    }
-
-    fn start_with_ram(build: QemuBuild, ram_mib: u64, arguments: &[&str]) -> Self {
-        let mut scene = Scene::with_ram(build, ram_mib);
-        scene.dormouse = scene.dormouse.with_modules_of(build);
-        let monitor = format!("unix:{},server=on,wait=off", socket(&scene).display());
-        let mut all = vec!["-qmp", &monitor];
-        all.extend(arguments);
-        let qemu = PlainQemu::start_with(&scene.guest, &all);
-        scene.guest.wait_for_ticks(20);
-        fs::create_dir(scene.lab.path("images")).expect("a folder can be made");
-        Self { scene, _qemu: qemu }
-    }
-
-    fn hibernate(&self, options: &[&str]) -> Outcome {
-        let scene = &self.scene;
-        let hibernating = scene
-            .dormouse
-            .start_hibernating_by_monitor(&socket(scene), &image(scene), options);
-        scene.dormouse.finish(hibernating)
-    }
-
-    /// Hibernates a guest that takes a while to be saved, and does something in the middle of it; returns the exit code
-    /// and the error.
-    fn disturbed(&self, options: &[&str], disturb: impl FnOnce(&Self, Pid)) -> (Option<i32>, Value) {
-        let scene = &self.scene;
-        faults::fill_memory(scene.lab.only_qemu(), 64, 1024);
-        let mut hibernating =
-            scene
-                .dormouse
-                .start_hibernating_by_monitor(&socket(scene), &image(scene), options);
-        let client = Pid::from_child(&hibernating);
-        let output = hibernating.stdout.take().expect("its output is ours");
-        let mut lines = BufReader::new(output).lines().map_while(Result::ok);
-        let met = lines.find(|line| {
-            let line: Value = serde_json::from_str(line).unwrap_or_default();
-            line["phase"] == "SavingMemory" && line["bytes"] != line["total"]
-        });
-        assert!(met.is_some(), "it was too fast to have a middle");
-        disturb(self, client);
-        let last = lines.last().unwrap_or_default();
-        let last: Value = serde_json::from_str(&last).unwrap_or_default();
-        let code = scene.dormouse.finish(hibernating).exit_code();
-        (code, last["error"].clone())
-    }
-
-    fn expect_no_image(&self) {
-        let images = faults::files_in(&self.scene.lab.path("images"));
-        assert_eq!(images, Vec::<String>::new());
-    }
-
-    /// Pauses the guest, hibernates it, wakes it, and compares all of its memory; the guest then counts on. Returns what
-    /// the hibernation told.
-    fn keeps_every_byte(&self, options: &[&str], mode: &str) -> (Value, Supervisor) {
-        let before = self.memory("before");
-        let hibernated = self.hibernate(options).expect_success().result();
-        self.scene.lab.wait_for_no_qemu();
-        let woken = self.wakes_with(&before, mode);
-        (hibernated, woken)
-    }
-
-    /// Wakes the guest and compares its memory with what it was.
-    fn wakes_with(&self, before: &[u8], mode: &str) -> Supervisor {
-        let Scene { dormouse, guest, .. } = &self.scene;
-        dormouse
-            .image("verify", &image(&self.scene), &[])
-            .expect_success();
-        let woken = dormouse.wake("guest", &image(&self.scene), &["--mode", mode, "--paused"]);
-        let after = self.memory("after");
-        let first_difference = before.iter().zip(&after).position(|(a, b)| a != b);
-        assert_eq!(
-            (before.len(), first_difference),
-            (after.len(), None),
-            "sizes and first difference of the memory before and after"
-        );
-        let ticks = guest.counters().len();
-        guest.monitor().cont();
-        guest.wait_for_ticks(ticks + 1);
-        assert!(guest.counters()[ticks] >= BootSectorGuest::counter_in(before));
-        guest.wait_for_more_ticks();
-        woken
-    }
-
-    /// The memory of the guest, which is paused for it.
-    fn memory(&self, name: &str) -> Vec<u8> {
-        let Scene { guest, lab, .. } = &self.scene;
-        let mut monitor = guest.monitor();
-        if monitor.status() == "running" {
-            monitor.stop();
-        }
-        monitor.wait_for_status("paused");
-        monitor.memory(guest.ram_bytes(), &lab.path(name))
-    }
-
-    /// Capabilities and parameters of migrations.
-    fn settings(&self) -> (Value, Value) {
-        let mut monitor = self.scene.guest.monitor();
-        (
-            monitor.execute("query-migrate-capabilities", json!({})),
-            monitor.execute("query-migrate-parameters", json!({})),
-        )
-    }
-}
-
-fn socket(scene: &Scene) -> PathBuf {
-    scene.lab.path("foreign.sock")
-}
-
-fn image(scene: &Scene) -> PathBuf {
-    scene.lab.path("images/guest.image")
-}
 
 /// The error object of a refusal after which the guest runs on, set as it was.
 fn expect_refusal(foreign: &Foreign, options: &[&str]) -> String {
@@ -201,7 +78,7 @@ fn a_running_guest_is_handed_over_and_counts_on() {
         foreign.hibernate(&[]).expect_success();
         foreign.scene.lab.wait_for_no_qemu();
         let printed = foreign.scene.guest.last_counter();
-        let _woken = foreign.scene.dormouse.wake("guest", &image(&foreign.scene), &[]);
+        let _woken = foreign.scene.dormouse.wake("guest", &foreign.image(), &[]);
         assert!(foreign.scene.guest.wait_for_more_ticks() > printed);
     }
 }
@@ -379,7 +256,7 @@ fn a_guest_that_was_woken_by_map_sleeps_again_and_again() {
             assert_eq!(hibernated.result()["engine"], "stream");
             woken.wait_for_end();
             lab.wait_for_no_qemu();
-            fs::rename(&next, image(&foreign.scene)).unwrap();
+            fs::rename(&next, foreign.image()).unwrap();
             woken = foreign.wakes_with(&before, "map");
         }
     }
@@ -453,7 +330,7 @@ fn a_guest_whose_memory_is_being_sent_is_given_back_on_a_ctrl_c(build: QemuBuild
         foreign
             .scene
             .dormouse
-            .image("verify", &image(&foreign.scene), &[])
+            .image("verify", &foreign.image(), &[])
             .expect_success();
     }
 }
@@ -486,5 +363,61 @@ fn a_qemu_that_is_killed_while_it_sends_its_memory_leaves_no_image() {
         });
         assert_eq!(code, Some(UNREACHABLE), "{error}");
         foreign.expect_no_image();
+    }
+}
+
+/// QEMU connects, opens its channels and begins to send within some milliseconds, each of which is a bad one for a
+/// cancel in one version or another.
+#[test]
+fn a_cancel_may_come_while_qemu_is_still_connecting() {
+    for build in [QemuBuild::V7_2, QemuBuild::V10_0, QemuBuild::V11_1] {
+        let foreign = Foreign::start_with_ram(build, 1200, &LARGE_MEMFD);
+        let settings = foreign.settings();
+        faults::fill_memory(foreign.scene.lab.only_qemu(), 64, 1024);
+        let options = ["--engine", "stream"];
+        for phase in ["Pausing", "SavingDevices"].repeat(4) {
+            let is_time = |line: &Value| line["phase"] == phase;
+            let cancel = |_: &Foreign, client| faults::interrupt(client);
+            let (code, error) = foreign.disturbed_when(&foreign.image(), &options, is_time, cancel);
+            assert_eq!(
+                (code, &error["guest"]),
+                (Some(CANCELLED), &json!("running")),
+                "{error}"
+            );
+            assert_eq!(foreign.settings(), settings);
+        }
+        foreign.scene.guest.wait_for_more_ticks();
+        foreign.expect_no_image();
+        foreign.hibernate(&options).expect_success();
+    }
+}
+
+#[test]
+fn a_guest_whose_memory_is_being_sent_is_given_back_while_its_volume_hangs() {
+    for build in [QemuBuild::V7_2, QemuBuild::V10_0, QemuBuild::V11_1] {
+        let foreign = Foreign::start_with_ram(build, 1200, &LARGE_MEMFD);
+        faults::fill_memory(foreign.scene.lab.only_qemu(), 64, 1024);
+        let volume = SmallVolume::new(&foreign.scene.lab, 2048);
+        let is_middle = |line: &Value| line["phase"] == "SavingMemory" && line["bytes"] != line["total"];
+        let (code, error) = foreign.disturbed_when(
+            &volume.path("guest.image"),
+            &["--engine", "stream"],
+            is_middle,
+            |foreign, client| {
+                let _hanging = Hanging::volume(&volume);
+                faults::interrupt(client);
+                foreign.scene.guest.wait_for_more_ticks();
+            },
+        );
+        assert_eq!(
+            (code, &error["guest"]),
+            (Some(CANCELLED), &json!("running")),
+            "{error}"
+        );
+        until("the partial image to be gone", || {
+            volume.content().is_empty().then_some(())
+        });
+        // The volume is in the lab's folder, which goes last.
+        drop(volume);
     }
 }

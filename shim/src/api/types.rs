@@ -45,7 +45,7 @@ pub enum Ram {
         /// The pages that it is made of.
         pages: Pages,
     },
-    /// Mapped privately from an image.
+    /// Mapped privately from an image: the stream engine saves it.
     MappedFromImage,
     /// Wherever the user's command line puts it.
     AsGiven,

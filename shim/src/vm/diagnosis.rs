@@ -144,7 +144,9 @@ fn engine_findings(facts: &Facts<'_>) -> Vec<Finding> {
     vec![
         finding(
             "hibernate directly, by x-ignore-shared",
-            facts.against_direct(),
+            facts
+                .against_direct()
+                .map(|why| format!("{why}; `dormouse run` puts RAM where it can be")),
             "RAM is written straight from the guest's memory; the fastest way",
         ),
         finding(
@@ -154,10 +156,9 @@ fn engine_findings(facts: &Facts<'_>) -> Vec<Finding> {
         ),
         can(
             "hibernate by a stream",
-            if facts.multifd {
-                "RAM comes from QEMU, over several channels; any RAM will do"
-            } else {
-                "RAM comes from QEMU, over one connection; any RAM will do"
+            match facts.multifd {
+                Ok(()) => "RAM comes from QEMU, over several channels; any RAM will do",
+                Err(_) => "RAM comes from QEMU, over one connection; any RAM will do",
             },
         ),
     ]

@@ -73,8 +73,8 @@ pub struct Facts<'a> {
     pub leaves_out_any_shared: bool,
     /// Whether QEMU can hand over its memory; why not.
     pub hands_over: Result<(), String>,
-    /// Whether QEMU can send RAM over several channels at once.
-    pub multifd: bool,
+    /// Whether QEMU can send RAM over several channels at once; why not.
+    pub multifd: Result<(), String>,
 }
 
 impl Engine {
@@ -98,7 +98,9 @@ impl<'a> Facts<'a> {
             hands_over: hands_over(client).await?,
             multifd: Capabilities::of(client)
                 .await?
-                .has_migration_capability("multifd"),
+                .has_migration_capability("multifd")
+                .then_some(())
+                .ok_or_else(|| "this QEMU has no multifd".to_owned()),
         })
     }
 
@@ -181,16 +183,15 @@ pub fn choose(wish: Wish, channels: Option<u8>, facts: &Facts<'_>) -> Result<Cho
             ),
         ));
     }
-    let channels = match channels {
-        Some(wanted) if wanted > 0 && !facts.multifd => {
+    let channels = match (channels, &facts.multifd) {
+        (None | Some(0), Err(_)) => 0,
+        (Some(wanted), Err(why)) => {
             return Err(Failure::new(
                 Code::Refused,
-                format!("this QEMU cannot send RAM over {wanted} channels (no multifd); use --channels 0"),
+                format!("RAM cannot come over {wanted} channels: {why}; use --channels 0"),
             ));
         }
-        Some(wanted) => wanted,
-        None if facts.multifd => CHANNELS,
-        None => 0,
+        (wanted, Ok(())) => wanted.unwrap_or(CHANNELS),
     };
     Ok(Choice {
         engine: Engine::Stream,
@@ -273,7 +274,10 @@ mod tests {
                 Qemu::NewWithAux => Ok(()),
                 _ => Err("it cannot".to_owned()),
             },
-            multifd: !matches!(qemu, Qemu::WithoutMultifd),
+            multifd: match qemu {
+                Qemu::WithoutMultifd => Err("it has not that".to_owned()),
+                _ => Ok(()),
+            },
         };
         choose(wish, channels, &facts)
     }
@@ -340,7 +344,9 @@ mod tests {
             assert_eq!((choice.engine, choice.channels), (Engine::Stream, expected));
         }
         let failure = chosen(Wish::Auto, Some(2), WithoutMultifd, vec![private()]).unwrap_err();
-        assert!(failure.message.contains("--channels 0"), "{failure}");
+        for words in ["it has not that", "--channels 0"] {
+            assert!(failure.message.contains(words), "{failure}");
+        }
         let direct = chosen(Wish::Auto, Some(7), New, vec![file()]).unwrap();
         assert_eq!((direct.engine, direct.channels), (Engine::Direct, None));
         let asked_for = chosen(Wish::Stream, None, New, vec![file()]).unwrap();

@@ -129,8 +129,8 @@ impl Backend {
             _ if !shared => Err(
                 "it is private to QEMU (share=off), as plain -m is, and RAM after a wake by map".to_owned(),
             ),
-            FILE_BACKEND => reach_file(client, pid, &path, length).await?,
-            MEMFD_BACKEND => mapped_by(pid, Path::new(MEMFD_NAME), length),
+            FILE_BACKEND => reach_file(client, pid, (&id, &path), length).await?,
+            MEMFD_BACKEND => mapped_by(pid, &id, Path::new(MEMFD_NAME), length),
             kind => Err(format!("it is a {kind}, which has no file")),
         };
         Ok(Self {
@@ -152,7 +152,7 @@ impl Backend {
 async fn reach_file(
     client: &Client,
     pid: u32,
-    path: &str,
+    (id, path): (&str, &str),
     length: ByteCount,
 ) -> Result<Result<File, String>, Failure> {
     // `offset` came with QEMU 8.1; an older QEMU has no offsets.
@@ -166,7 +166,7 @@ async fn reach_file(
     }
     let named = property(client, path, "mem-path").await?;
     let named = Path::new(named.as_str().unwrap_or_default());
-    Ok(mapped_by(pid, named, length))
+    Ok(mapped_by(pid, id, named, length))
 }
 
 /// Whether the process has all of `file` mapped, shared. `None`: its mappings cannot be seen.
@@ -183,11 +183,12 @@ pub fn is_mapped_by(pid: u32, file: &File) -> Option<bool> {
     Some(mapped >= length)
 }
 
-/// Opens the file that the process has mapped shared in `length` altogether, and opened as `named`. Says why not.
-fn mapped_by(pid: u32, named: &Path, length: ByteCount) -> Result<File, String> {
+/// Opens the file that the process has mapped shared in `length` altogether, and opened as `named` for the backend with
+/// this id. Says why not.
+fn mapped_by(pid: u32, id: &str, named: &Path, length: ByteCount) -> Result<File, String> {
     let unseen = |error: std::io::Error| format!("cannot see the memory of QEMU's process {pid}: {error}");
     let maps = fs::read_to_string(format!("/proc/{pid}/maps")).map_err(unseen)?;
-    let mapped = shared_mappings(&maps, named);
+    let mapped = shared_mappings(&maps, id, named);
     let mut fitting = mapped
         .iter()
         .filter(|(_, bytes)| **bytes == length.0)
@@ -220,15 +221,20 @@ fn mapped_by(pid: u32, named: &Path, length: ByteCount) -> Result<File, String> 
 }
 
 /// How much of each file with the last name of `named` is mapped shared, by the text of /proc/PID/maps. A file without
-/// a name shows the one that it had.
-fn shared_mappings(maps: &str, named: &Path) -> HashMap<FileIdentity, u64> {
+/// a name shows the one that it had. In a folder that was named in place of a file, QEMU makes one for each backend.
+fn shared_mappings(maps: &str, id: &str, named: &Path) -> HashMap<FileIdentity, u64> {
+    let made = format!("qemu_back_mem.{id}.");
     let mut mapped = HashMap::new();
     for line in maps.lines() {
         let Some((identity, bytes, path)) = shared_mapping(line) else {
             continue;
         };
-        let path = path.strip_suffix(" (deleted)").unwrap_or(path);
-        if Path::new(path).file_name() == named.file_name() {
+        let path = Path::new(path.strip_suffix(" (deleted)").unwrap_or(path));
+        let is_made = || {
+            let name = path.file_name().unwrap_or_default();
+            path.parent() == Some(named) && name.as_encoded_bytes().starts_with(made.as_bytes())
+        };
+        if path.file_name() == named.file_name() || is_made() {
             *mapped.entry(identity).or_default() += bytes;
         }
     }
@@ -290,17 +296,40 @@ ffffffffff600000-ffffffffff601000 --xp 00000000 00:00 0                  [vsysca
             minor: 0x2e,
             inode,
         };
-        let mapped = shared_mappings(MAPS, Path::new("/run/dormouse/a/ram/pc.ram"));
+        let mapped = shared_mappings(MAPS, "pc.ram", Path::new("/run/dormouse/a/ram/pc.ram"));
         assert_eq!(
             mapped,
             HashMap::from([(identity(3), 4 << 20), (identity(5), 2 << 20)])
         );
-        assert!(shared_mappings(MAPS, Path::new("/m0")).is_empty());
+        assert!(shared_mappings(MAPS, "m0", Path::new("/m0")).is_empty());
+    }
+
+    #[test]
+    fn a_file_that_qemu_made_in_a_named_folder_is_told_by_its_backend() {
+        let maps = "\
+7f0000000000-7f0000200000 rw-s 00000000 00:2e 3    /dev/shm/qemu_back_mem.m0.LUdmBx (deleted)
+7f0000200000-7f0000400000 rw-s 00000000 00:2e 4    /dev/shm/qemu_back_mem.m01.XUdmBx (deleted)
+7f0000400000-7f0000600000 rw-s 00000000 00:2e 5    /tmp/qemu_back_mem.m0.LUdmBx (deleted)
+";
+        let found = shared_mappings(maps, "m0", Path::new("/dev/shm"));
+        assert_eq!(
+            found
+                .iter()
+                .map(|(found, bytes)| (found.inode, *bytes))
+                .collect::<Vec<_>>(),
+            [(3, 2 << 20)]
+        );
     }
 
     #[test]
     fn ram_that_no_process_has_mapped_is_refused() {
-        let error = mapped_by(std::process::id(), Path::new("/dev/shm/pc.ram"), ByteCount(4096)).unwrap_err();
+        let error = mapped_by(
+            std::process::id(),
+            "pc.ram",
+            Path::new("/dev/shm/pc.ram"),
+            ByteCount(4096),
+        )
+        .unwrap_err();
         assert!(error.contains("not exactly one shared mapping"), "{error}");
     }
 }

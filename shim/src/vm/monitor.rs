@@ -209,6 +209,17 @@ impl MigrationSettings {
         set_parameters(client, needed.collect()).await
     }
 
+    /// Whether QEMU takes them: sets them and puts back what was found, also when nobody waits for the answer any more.
+    pub async fn try_on(self, client: &Client) -> Result<(), CommandError> {
+        let client = client.clone();
+        let tried = tokio::spawn(async move {
+            let applied = self.apply(&client).await;
+            self.put_back(&client).await.and(applied)
+        });
+        // It does not panic, and what it would have found out shows later too.
+        tried.await.unwrap_or(Ok(()))
+    }
+
     /// Puts back what was found, whether it was changed or not. No migration may be under way.
     pub async fn put_back(self, client: &Client) -> Result<(), CommandError> {
         let capabilities = set_capabilities(client, self.capabilities).await;

@@ -1,7 +1,6 @@
 //! How a hibernation ends for QEMU: it is told to quit, or it gets its guest back. Done by who began it, or by who
 //! recovers what was interrupted.
 
-use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::Duration;
@@ -9,8 +8,8 @@ use std::time::Duration;
 use dormouse_qmp::view::machine::RunState;
 use dormouse_qmp::{Client, command};
 
-use super::direct;
 use super::machine::GiveBack;
+use super::{direct, stream};
 use crate::error::{Code, Failure, GuestState, sentence};
 use crate::machine::effect::blocking;
 use crate::vm::monitor::{self, MigrationSettings, wait_for_migration_end, wait_for_run_state};
@@ -64,12 +63,7 @@ pub async fn give_guest_back(
     let client = client.with_deadline(ROLL_BACK_TIMEOUT);
     if monitor::run_state(&client).await? != RunState::Postmigrate {
         client.execute(&command::migrate_cancel {}).await?;
-        // A QEMU that is being cancelled waits for what its channels have to send; whoever reads them may wait for
-        // storage.
-        for connection in connections.drain(..) {
-            // It may have ended by itself.
-            let _ = connection.shutdown(Shutdown::Both);
-        }
+        let _drained = stream::drain(connections);
         wait_for_migration_end(&client, ROLL_BACK_TIMEOUT).await?;
     }
     let in_between = |state: &RunState| *state == RunState::FinishMigrate;

@@ -5,12 +5,12 @@ use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 
 use dormouse_qmp::view::machine::RunState;
-use dormouse_qmp::{Client, command};
+use dormouse_qmp::{Client, CommandError, command};
 use dormouse_storage::image::manifest::{Disk, Qemu};
 use dormouse_storage::{ByteCount, Layout, Recording};
 use serde_json::Value;
 
-use super::Request;
+use super::{Request, stream};
 use crate::error::{Code, Failure, GuestState, sentence};
 use crate::vm::command_line::CommandLine;
 use crate::vm::engine::{self, Choice, Facts, Wish};
@@ -94,7 +94,17 @@ async fn examine(client: &Client, request: &Request, running: bool) -> Result<Pl
     if request.engine != Wish::Stream {
         facts.ask_about_handing_over(client).await?;
     }
-    let choice = engine::choose(request.engine, request.channels, &facts)?;
+    let mut choice = engine::choose(request.engine, request.channels, &facts)?;
+    if let Some(channels @ 1..) = choice.channels {
+        let tried = stream::find_settings(client, channels)
+            .await?
+            .try_on(client)
+            .await;
+        if let Err(CommandError::Qemu { desc, .. }) = tried {
+            facts.multifd = Err(desc);
+            choice = engine::choose(request.engine, request.channels, &facts)?;
+        }
+    }
     if let Some(block) = memory.backends.iter().find(|block| block.is_at(&request.target)) {
         return Err(Failure::new(
             Code::Refused,

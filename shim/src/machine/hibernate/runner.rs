@@ -137,7 +137,7 @@ struct Work {
     settings: Option<MigrationSettings>,
     recording: Option<Recording>,
     incoming: Option<Incoming>,
-    /// The connections that RAM comes over, to be ended whatever their readers wait for.
+    /// The connections that RAM comes over, held open whatever becomes of their readers.
     connections: Vec<UnixStream>,
     storage: Option<Storage>,
     written: MemoryWritten,
@@ -279,8 +279,13 @@ impl Work {
                 .execute(&command::stop {})
                 .await?;
         }
-        wait_for_run_state(&self.client, "paused", |state| *state == RunState::Paused).await?;
-        Ok(())
+        let state = wait_for_run_state(&self.client, "paused", |state| {
+            matches!(state, RunState::Paused | RunState::Running)
+        });
+        match state.await? {
+            RunState::Running => Err(run_by_another()),
+            _ => Ok(()),
+        }
     }
 
     /// Has QEMU send its devices, and learns where the memory is, or gets the connections that it will come over.
@@ -290,6 +295,10 @@ impl Work {
     async fn save_devices(&mut self) -> Result<(), Failure> {
         let plan = self.plan()?;
         let client = self.client.clone();
+        // Who ran the guest from now on is heard; who did before is seen.
+        if monitor::run_state(&client).await? != RunState::Paused {
+            return Err(run_by_another());
+        }
         self.incoming = match plan.choice.channels {
             None => {
                 self.set().await?;
@@ -606,6 +615,13 @@ async fn in_time<T>(connect: impl Future<Output = Result<T, Failure>>) -> Result
                 format!("QEMU did not connect to send the guest within {CONNECT_TIMEOUT:?}"),
             ))
         })
+}
+
+fn run_by_another() -> Failure {
+    Failure::new(
+        Code::Refused,
+        "another client made the guest run as soon as it was stopped",
+    )
 }
 
 /// The run state after a migration is one that only another migration brings back once it was left. So a guest that

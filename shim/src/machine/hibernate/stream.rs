@@ -8,8 +8,8 @@
 //! ```
 //!
 //! The guest is stopped before, so that each page comes once. A short downtime limit keeps QEMU's monitor answering:
-//! what is sent within it is sent with QEMU's lock held. QEMU closes its sockets when the migration is cancelled, so a
-//! cancel need not wait for whoever reads them.
+//! what is sent within it is sent with QEMU's lock held. A cancel does not wait for whoever reads the connections: what QEMU
+//! still has to send is taken by somebody else.
 
 use std::os::unix::net::UnixStream as StdStream;
 use std::time::Duration;
@@ -20,6 +20,7 @@ use dormouse_qmp::{Client, CommandError, command};
 use dormouse_storage::{ImageWriter, Incoming, MemoryWritten, Recording, Run};
 use serde_json::{Value, json};
 use tokio::net::UnixStream;
+use tokio::task::JoinSet;
 
 use super::direct::STREAM_FD;
 use super::plan::Plan;
@@ -84,6 +85,28 @@ pub async fn settle(client: &Client) -> Result<(), Failure> {
     }
     wait_for_run_state(client, "postmigrate", |state| *state == RunState::Postmigrate).await?;
     Ok(())
+}
+
+/// Takes what a QEMU that was told to cancel still has to send, for as long as the result lives.
+///
+/// A QEMU that is being cancelled waits for its channels, and a channel waits for its reader, who may wait for storage.
+/// Closing the connections instead would be quicker, but a channel that breaks while QEMU waits for all of them leaves
+/// QEMU 7.2 and 10.0 waiting for ever.
+pub fn drain(connections: &mut Vec<StdStream>) -> JoinSet<()> {
+    let mut drained = JoinSet::new();
+    for connection in connections.drain(..) {
+        // The readers were told to end, and take a socket that does not block for one that has nothing.
+        let connection = connection
+            .set_nonblocking(true)
+            .and_then(|()| UnixStream::from_std(connection));
+        if let Ok(mut connection) = connection {
+            drained.spawn(async move {
+                // An error ends it as well as the end.
+                let _ = tokio::io::copy(&mut connection, &mut tokio::io::sink()).await;
+            });
+        }
+    }
+    drained
 }
 
 /// Why a migration broke off: what QEMU says of it, where it does, else what was seen here.

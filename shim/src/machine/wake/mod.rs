@@ -32,7 +32,7 @@ pub struct Request {
 #[serde(rename_all = "kebab-case")]
 pub enum Mode {
     /// RAM is mapped privately from the image: at once, whatever its size. Not checked before use; the guest's memory
-    /// stays on the image until it ends, and cannot be saved by the direct engine.
+    /// stays on the image until it ends, and is saved by the stream engine.
     Map,
     /// RAM is filled from the image first, every chunk checked. The image is free afterwards and the next hibernation
     /// is direct again.

@@ -53,6 +53,11 @@ impl Dormouse {
         }
     }
 
+    /// The same program with its state directory elsewhere.
+    pub fn with_state_dir(self, state_dir: PathBuf) -> Self {
+        Self { state_dir, ..self }
+    }
+
     /// Starts `guest` as `name` under a foreground supervisor, and waits for its API.
     pub fn run(&self, name: &str, guest: &impl Guest) -> Supervisor {
         let mut supervisor = self.start(name, &guest.command_line());

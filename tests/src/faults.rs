@@ -172,6 +172,16 @@ pub fn interrupt(pid: Pid) {
     kill_process(pid, Signal::INT).expect("the process is there");
 }
 
+/// Whether a thread of a process waits for what cannot be interrupted, as a volume that hangs.
+pub fn is_held(pid: Pid) -> bool {
+    let threads = fs::read_dir(format!("/proc/{}/task", pid.as_raw_nonzero()));
+    threads.into_iter().flatten().flatten().any(|thread| {
+        let stat = fs::read_to_string(thread.path().join("stat")).unwrap_or_default();
+        let fields = stat.rsplit_once(')').map(|(_, fields)| fields.trim_start());
+        fields.is_some_and(|fields| fields.starts_with('D'))
+    })
+}
+
 /// Whether a process has a file open.
 pub fn has_open(pid: Pid, file: &Path) -> bool {
     let descriptors = fs::read_dir(format!("/proc/{}/fd", pid.as_raw_nonzero()));

@@ -8,7 +8,11 @@ use std::{
     process::Child,
 };
 
-use dormouse_tests::{Guest, PlainQemu, QemuBuild, Scene, Supervisor, faults, until};
+use dormouse_tests::{
+    Foreign, Guest, QemuBuild, Scene, Supervisor,
+    faults::{self, Hanging, SmallVolume},
+    until,
+};
 use rustix::process::Pid;
 use serde_json::{Value, json};
 
@@ -26,56 +30,46 @@ const MEMFD_AND_AUX: [&str; 4] = [
     "memory-backend=m0,aux-ram-share=on",
 ];
 
-/// A guest under a QEMU that somebody else started, with one monitor for Dormouse and one for us.
-struct Foreign {
-    _qemu: PlainQemu,
-    scene: Scene,
+/// A guest under a QEMU that somebody else started, and its migration settings.
+struct Guarded {
+    // Before the laboratory, in whose folder it is.
+    state: SmallVolume,
+    foreign: Foreign,
     settings: Value,
 }
 
-impl Foreign {
+impl Guarded {
     /// A guest with its memory in a file.
     fn start(build: QemuBuild) -> Self {
-        Self::of(Scene::new(build), |scene| {
-            let ram = format!(
-                "memory-backend-file,id=pc.ram,size=64M,share=on,mem-path={}",
-                scene.lab.path("ram").display()
-            );
-            let arguments = ["-object", &ram, "-machine", "memory-backend=pc.ram"];
-            arguments.map(str::to_owned).to_vec()
-        })
+        let ram = "memory-backend-file,id=pc.ram,size=64M,share=on,mem-path=/dev/shm";
+        Self::start_with(build, &["-object", ram, "-machine", "memory-backend=pc.ram"])
     }
 
     fn start_with(build: QemuBuild, arguments: &[&str]) -> Self {
-        Self::of(Scene::new(build), |_| {
-            arguments.iter().map(|&argument| argument.to_owned()).collect()
-        })
-    }
-
-    fn of(mut scene: Scene, arguments: impl FnOnce(&Scene) -> Vec<String>) -> Self {
-        // Its command line shows the loader of an unpacked QEMU, not the wrapper.
-        scene.dormouse = scene.dormouse.with_modules_of(scene.guest.build());
-        let mut all = arguments(&scene);
-        all.push("-qmp".to_owned());
-        all.push(format!("unix:{},server=on,wait=off", socket(&scene)));
-        let all: Vec<&str> = all.iter().map(String::as_str).collect();
-        let qemu = PlainQemu::start_with(&scene.guest, &all);
-        scene.guest.wait_for_ticks(5);
-        fs::create_dir(scene.lab.path("images")).expect("a folder can be made");
-        let settings = settings(&scene);
+        let mut foreign = Foreign::start(build, arguments);
+        let state = SmallVolume::new(&foreign.scene.lab, 16);
+        foreign.scene.dormouse = foreign.scene.dormouse.with_state_dir(state.path("state"));
+        let settings = settings(&foreign.scene);
         Self {
-            _qemu: qemu,
-            scene,
+            state,
+            foreign,
             settings,
         }
     }
 
+    fn scene(&self) -> &Scene {
+        &self.foreign.scene
+    }
+
+    fn socket(&self) -> String {
+        self.foreign.socket().to_string_lossy().into_owned()
+    }
+
     fn start_hibernating(&self, options: &[&str]) -> Child {
-        let scene = &self.scene;
-        let socket = PathBuf::from(socket(scene));
+        let scene = self.scene();
         scene
             .dormouse
-            .start_hibernating_by_monitor(&socket, &image(scene), options)
+            .start_hibernating_by_monitor(&self.foreign.socket(), &image(scene), options)
     }
 
     /// Kills Dormouse in the middle of the save.
@@ -83,27 +77,35 @@ impl Foreign {
         let mut client = self.start_hibernating(&[options, &SLOWLY].concat());
         wait_for_middle(&mut client);
         faults::kill(Pid::from_child(&client));
-        self.scene.dormouse.finish(client);
+        self.scene().dormouse.finish(client);
     }
 
-    /// Kills Dormouse as soon as the image has its name.
+    /// Kills Dormouse between the seal and QEMU's end.
     fn killed_after_the_seal(&self) {
-        let client = self.start_hibernating(&[]);
-        let image = image(&self.scene);
-        faults::kill_when(Pid::from_child(&client), "the image", || image.exists());
-        self.scene.dormouse.finish(client);
+        let client = self.start_hibernating(&SLOWLY);
+        let held = held_after_the_seal(self.scene(), &self.state);
+        faults::kill(Pid::from_child(&client));
+        drop(held);
+        self.scene().dormouse.finish(client);
     }
 
     fn expect_given_back(&self) {
-        let recovered = self.scene.dormouse.recover(&[]).expect_success().result();
+        let recovered = self.scene().dormouse.recover(&[]).expect_success().result();
         assert_eq!(recovered["outcome"], "given-back");
         assert_eq!(recovered["guest"], "running");
-        expect_guest_as_before(&self.scene, &self.settings);
+        expect_guest_as_before(self.scene(), &self.settings);
     }
 }
 
-fn socket(scene: &Scene) -> String {
-    scene.lab.path("qmp.sock").to_string_lossy().into_owned()
+/// Lets the state directory hang from the record before the seal on, so that Dormouse stands before the one after it.
+fn held_after_the_seal<'a>(scene: &Scene, state: &'a SmallVolume) -> Hanging<'a> {
+    until("the record before the seal", || {
+        let (_, record) = scene.dormouse.records().pop()?;
+        (record["point"] == "sealing").then_some(())
+    });
+    let held = Hanging::volume(state);
+    until("the image", || image(scene).exists().then_some(()));
+    held
 }
 
 fn image(scene: &Scene) -> PathBuf {
@@ -180,22 +182,22 @@ fn killed_in_the_middle_of_a_save_on_qemu_11_1_the_guest_is_given_back() {
 }
 
 fn killed_in_the_middle_of_a_save_the_guest_is_given_back(build: QemuBuild) {
-    let foreign = Foreign::start(build);
-    foreign.killed_in_the_middle(&[]);
-    let scene = &foreign.scene;
+    let guarded = Guarded::start(build);
+    guarded.killed_in_the_middle(&[]);
+    let scene = guarded.scene();
     assert_eq!(scene.guest.monitor().status(), "postmigrate");
-    assert_ne!(settings(scene), foreign.settings);
+    assert_ne!(settings(scene), guarded.settings);
     // Without it the next hibernation says what to do.
     let refused = scene
         .dormouse
-        .finish(foreign.start_hibernating(&[]))
+        .finish(guarded.start_hibernating(&[]))
         .expect_exit(REFUSED);
     let message = refused.result()["error"]["message"].to_string();
     assert!(message.contains("dormouse recover"), "{message}");
-    foreign.expect_given_back();
+    guarded.expect_given_back();
     scene
         .dormouse
-        .finish(foreign.start_hibernating(&[]))
+        .finish(guarded.start_hibernating(&[]))
         .expect_success();
     let _woken = expect_image_is_the_guest(scene);
 }
@@ -204,41 +206,41 @@ fn killed_in_the_middle_of_a_save_the_guest_is_given_back(build: QemuBuild) {
 fn killed_while_qemu_sends_the_memory_the_guest_is_given_back_on_every_qemu() {
     for build in [QemuBuild::V7_2, QemuBuild::V10_0, QemuBuild::V11_1] {
         for channels in ["0", "2"] {
-            let foreign = Foreign::start_with(build, &[]);
-            foreign.killed_in_the_middle(&["--engine", "stream", "--channels", channels]);
-            foreign.expect_given_back();
+            let guarded = Guarded::start_with(build, &[]);
+            guarded.killed_in_the_middle(&["--engine", "stream", "--channels", channels]);
+            guarded.expect_given_back();
         }
     }
 }
 
 #[test]
 fn killed_while_memory_that_qemu_handed_over_is_written_the_guest_is_given_back() {
-    let foreign = Foreign::start_with(QemuBuild::V10_0, &MEMFD_AND_AUX);
-    foreign.killed_in_the_middle(&[]);
-    foreign.expect_given_back();
+    let guarded = Guarded::start_with(QemuBuild::V10_0, &MEMFD_AND_AUX);
+    guarded.killed_in_the_middle(&[]);
+    guarded.expect_given_back();
 }
 
 #[test]
 fn killed_as_soon_as_there_is_a_record_the_guest_runs_on() {
     for build in [QemuBuild::V7_2, QemuBuild::V10_0, QemuBuild::V11_1] {
-        let foreign = Foreign::start(build);
-        let scene = &foreign.scene;
-        let client = foreign.start_hibernating(&SLOWLY);
+        let guarded = Guarded::start(build);
+        let scene = guarded.scene();
+        let client = guarded.start_hibernating(&SLOWLY);
         faults::kill_when(Pid::from_child(&client), "a record", || {
             !scene.dormouse.records().is_empty()
         });
         scene.dormouse.finish(client);
-        foreign.expect_given_back();
+        guarded.expect_given_back();
     }
 }
 
 /// QEMU does not answer the question that comes before the seal.
 #[test]
 fn killed_between_the_memory_and_the_seal_the_guest_is_given_back() {
-    let foreign = Foreign::start(QemuBuild::V10_0);
-    let scene = &foreign.scene;
+    let guarded = Guarded::start(QemuBuild::V10_0);
+    let scene = guarded.scene();
     let qemu = scene.lab.only_qemu();
-    let mut client = foreign.start_hibernating(&SLOWLY);
+    let mut client = guarded.start_hibernating(&SLOWLY);
     wait_for_middle(&mut client);
     faults::freeze(qemu);
     until("the record before the seal", || {
@@ -257,16 +259,16 @@ fn killed_between_the_memory_and_the_seal_the_guest_is_given_back() {
     faults::kill(Pid::from_child(&recovering));
     scene.dormouse.finish(recovering);
     faults::thaw(qemu);
-    foreign.expect_given_back();
+    guarded.expect_given_back();
 }
 
 #[test]
 fn a_paused_guest_is_given_back_paused() {
     for build in [QemuBuild::V7_2, QemuBuild::V10_0, QemuBuild::V11_1] {
-        let foreign = Foreign::start(build);
-        let scene = &foreign.scene;
+        let guarded = Guarded::start(build);
+        let scene = guarded.scene();
         scene.guest.monitor().stop();
-        foreign.killed_in_the_middle(&[]);
+        guarded.killed_in_the_middle(&[]);
         let recovered = scene.dormouse.recover(&[]).expect_success().result();
         assert_eq!(
             (&recovered["outcome"], &recovered["guest"]),
@@ -274,16 +276,16 @@ fn a_paused_guest_is_given_back_paused() {
         );
         assert_eq!(scene.guest.monitor().status(), "paused");
         scene.guest.monitor().cont();
-        expect_guest_as_before(scene, &foreign.settings);
+        expect_guest_as_before(scene, &guarded.settings);
     }
 }
 
 #[test]
 fn killed_after_the_seal_the_image_is_the_guest_on_every_qemu() {
     for build in [QemuBuild::V7_2, QemuBuild::V10_0, QemuBuild::V11_1] {
-        let foreign = Foreign::start(build);
-        foreign.killed_after_the_seal();
-        let scene = &foreign.scene;
+        let guarded = Guarded::start(build);
+        guarded.killed_after_the_seal();
+        let scene = guarded.scene();
         assert_eq!(scene.guest.monitor().status(), "postmigrate");
         let early = scene
             .dormouse
@@ -292,7 +294,7 @@ fn killed_after_the_seal_the_image_is_the_guest_on_every_qemu() {
         assert!(early.stderr.contains("dormouse recover"), "{early:#?}");
         let recovered = scene
             .dormouse
-            .recover(&["--qmp", &socket(scene)])
+            .recover(&["--qmp", &guarded.socket()])
             .expect_success()
             .result();
         assert_eq!(
@@ -303,17 +305,32 @@ fn killed_after_the_seal_the_image_is_the_guest_on_every_qemu() {
     }
 }
 
+/// QEMU has been told, and ends when it can.
 #[test]
-fn killed_with_the_record_after_the_seal_the_image_is_the_guest() {
-    let foreign = Foreign::start(QemuBuild::V10_0);
-    let scene = &foreign.scene;
-    let client = foreign.start_hibernating(&[]);
-    faults::kill_when(Pid::from_child(&client), "the record after the seal", || {
-        let record = scene.dormouse.records().pop().unwrap_or_default().1;
-        record["point"] == "sealed"
+fn killed_while_qemu_ends_the_image_is_the_guest() {
+    let guarded = Guarded::start(QemuBuild::V10_0);
+    let scene = guarded.scene();
+    let qemu = scene.lab.only_qemu();
+    let client = guarded.start_hibernating(&SLOWLY);
+    let held = held_after_the_seal(scene, &guarded.state);
+    let mut looks_held = 0;
+    until("QEMU to be asked once more whether its guest ran", || {
+        // Whoever is held for long has asked: only the record is left.
+        looks_held += 1;
+        if !faults::is_held(Pid::from_child(&client)) {
+            looks_held = 0;
+        }
+        (looks_held == 20).then_some(())
     });
+    faults::freeze(qemu);
+    drop(held);
+    until("the record after the seal", || {
+        let (_, record) = scene.dormouse.records().pop()?;
+        (record["point"] == "sealed").then_some(())
+    });
+    faults::kill(Pid::from_child(&client));
     scene.dormouse.finish(client);
-    // QEMU may have been told to quit.
+    faults::thaw(qemu);
     let recovered = scene.dormouse.recover(&[]).expect_success().result();
     assert_eq!(recovered["outcome"], "hibernated");
     let _woken = expect_image_is_the_guest(scene);
@@ -321,9 +338,9 @@ fn killed_with_the_record_after_the_seal_the_image_is_the_guest() {
 
 #[test]
 fn a_guest_that_somebody_ran_after_the_seal_runs_on_and_its_image_goes() {
-    let foreign = Foreign::start(QemuBuild::V10_0);
-    let scene = &foreign.scene;
-    foreign.killed_after_the_seal();
+    let guarded = Guarded::start(QemuBuild::V10_0);
+    let scene = guarded.scene();
+    guarded.killed_after_the_seal();
     scene.guest.monitor().cont();
     scene.guest.wait_for_more_ticks();
     let recovered = scene.dormouse.recover(&[]).expect_success().result();
@@ -331,14 +348,14 @@ fn a_guest_that_somebody_ran_after_the_seal_runs_on_and_its_image_goes() {
         (&recovered["outcome"], &recovered["guest"]),
         (&json!("ran-on"), &json!("running"))
     );
-    expect_guest_as_before(scene, &foreign.settings);
+    expect_guest_as_before(scene, &guarded.settings);
 }
 
 #[test]
 fn an_image_that_was_taken_away_is_a_persons_to_find() {
-    let foreign = Foreign::start(QemuBuild::V10_0);
-    let scene = &foreign.scene;
-    foreign.killed_after_the_seal();
+    let guarded = Guarded::start(QemuBuild::V10_0);
+    let scene = guarded.scene();
+    guarded.killed_after_the_seal();
     let elsewhere = scene.lab.path("elsewhere");
     fs::rename(image(scene), &elsewhere).expect("the image can be moved");
     for _ in 0..2 {
@@ -353,9 +370,9 @@ fn an_image_that_was_taken_away_is_a_persons_to_find() {
 
 #[test]
 fn where_qemu_was_killed_too_nothing_is_left_but_what_was_sealed() {
-    let foreign = Foreign::start(QemuBuild::V10_0);
-    let scene = &foreign.scene;
-    foreign.killed_in_the_middle(&[]);
+    let guarded = Guarded::start(QemuBuild::V10_0);
+    let scene = guarded.scene();
+    guarded.killed_in_the_middle(&[]);
     faults::kill(scene.lab.only_qemu());
     scene.lab.wait_for_no_qemu();
     let recovered = scene.dormouse.recover(&[]).expect_success().result();
@@ -366,9 +383,9 @@ fn where_qemu_was_killed_too_nothing_is_left_but_what_was_sealed() {
     assert_eq!(files_of_images(scene), Vec::<String>::new());
     expect_nothing_to_recover(scene);
 
-    let foreign = Foreign::start(QemuBuild::V10_0);
-    let scene = &foreign.scene;
-    foreign.killed_after_the_seal();
+    let guarded = Guarded::start(QemuBuild::V10_0);
+    let scene = guarded.scene();
+    guarded.killed_after_the_seal();
     faults::kill(scene.lab.only_qemu());
     scene.lab.wait_for_no_qemu();
     let recovered = scene.dormouse.recover(&[]).expect_success().result();
@@ -378,9 +395,9 @@ fn where_qemu_was_killed_too_nothing_is_left_but_what_was_sealed() {
 
 #[test]
 fn a_torn_record_is_told_and_nothing_is_touched() {
-    let foreign = Foreign::start(QemuBuild::V10_0);
-    let scene = &foreign.scene;
-    foreign.killed_in_the_middle(&[]);
+    let guarded = Guarded::start(QemuBuild::V10_0);
+    let scene = guarded.scene();
+    guarded.killed_in_the_middle(&[]);
     let (path, _) = scene.dormouse.records().pop().expect("there is a record");
     let whole = fs::read(&path).expect("the record can be read");
     fs::write(&path, &whole[..whole.len() / 2]).expect("the record can be torn");
@@ -390,14 +407,14 @@ fn a_torn_record_is_told_and_nothing_is_touched() {
     assert_eq!(scene.guest.monitor().status(), "postmigrate");
     assert_eq!(files_of_images(scene).len(), 1);
     fs::write(&path, &whole).expect("the record can be mended");
-    foreign.expect_given_back();
+    guarded.expect_given_back();
 }
 
 #[test]
 fn what_is_under_way_is_left_alone() {
-    let foreign = Foreign::start(QemuBuild::V10_0);
-    let scene = &foreign.scene;
-    let mut client = foreign.start_hibernating(&SLOWLY);
+    let guarded = Guarded::start(QemuBuild::V10_0);
+    let scene = guarded.scene();
+    let mut client = guarded.start_hibernating(&SLOWLY);
     wait_for_middle(&mut client);
     scene.dormouse.recover(&["vm"]).expect_exit(REFUSED);
     scene.dormouse.recover(&[]).expect_success();
@@ -406,19 +423,21 @@ fn what_is_under_way_is_left_alone() {
 }
 
 /// A guest under a supervisor, which is killed at some point of its hibernation.
-fn supervised(kill: impl FnOnce(&Scene, &Supervisor)) -> (Scene, Value) {
-    let scene = Scene::new(QemuBuild::V10_0);
+fn supervised(kill: impl FnOnce(&Scene, &SmallVolume, &Supervisor)) -> (SmallVolume, Scene, Value) {
+    let mut scene = Scene::new(QemuBuild::V10_0);
+    let state = SmallVolume::new(&scene.lab, 16);
+    scene.dormouse = scene.dormouse.with_state_dir(state.path("state"));
     let mut supervisor = scene.run();
     fs::create_dir(scene.lab.path("images")).expect("a folder can be made");
     let settings = settings(&scene);
-    kill(&scene, &supervisor);
+    kill(&scene, &state, &supervisor);
     supervisor.wait_for_end();
-    (scene, settings)
+    (state, scene, settings)
 }
 
 #[test]
 fn a_supervisor_that_is_killed_in_the_middle_is_told_of_everywhere_and_its_guest_given_back() {
-    let (scene, settings) = supervised(|scene, supervisor| {
+    let (_state, scene, settings) = supervised(|scene, _, supervisor| {
         let mut client = scene
             .dormouse
             .start_hibernating_with("guest", &image(scene), &SLOWLY);
@@ -447,10 +466,13 @@ fn a_supervisor_that_is_killed_in_the_middle_is_told_of_everywhere_and_its_guest
 
 #[test]
 fn a_supervisor_that_is_killed_after_the_seal_leaves_its_name_free() {
-    let (scene, _) = supervised(|scene, supervisor| {
-        let client = scene.dormouse.start_hibernating("guest", &image(scene));
-        let image = image(scene);
-        faults::kill_when(supervisor.pid(), "the image", || image.exists());
+    let (_state, scene, _) = supervised(|scene, state, supervisor| {
+        let client = scene
+            .dormouse
+            .start_hibernating_with("guest", &image(scene), &SLOWLY);
+        let held = held_after_the_seal(scene, state);
+        faults::kill(supervisor.pid());
+        drop(held);
         scene.dormouse.finish(client);
     });
     let recovered = scene.dormouse.recover(&["guest"]).expect_success().result();
@@ -461,7 +483,7 @@ fn a_supervisor_that_is_killed_after_the_seal_leaves_its_name_free() {
 
 #[test]
 fn a_start_sweeps_up_what_a_supervisor_left_that_was_killed_with_its_qemu() {
-    let (scene, _) = supervised(|scene, supervisor| {
+    let (_state, scene, _) = supervised(|scene, _, supervisor| {
         let mut client = scene
             .dormouse
             .start_hibernating_with("guest", &image(scene), &SLOWLY);

@@ -16,7 +16,7 @@ use crate::vm::monitor::{self, MigrationSettings, wait_for_migration_end, wait_f
 use crate::vm::process::ProcessEnd;
 
 /// How long QEMU may take to do what gives a guest back. Whatever it is busy with comes first.
-const ROLL_BACK_TIMEOUT: Duration = Duration::from_secs(24 * 3600);
+pub const ROLL_BACK_TIMEOUT: Duration = Duration::from_secs(24 * 3600);
 
 /// How long QEMU's process may take to end after `quit`.
 const QUIT_TIMEOUT: Duration = Duration::from_secs(60);
@@ -52,19 +52,27 @@ pub async fn end_qemu(client: &Client, pid: u32, image: &Path) -> Result<(), Fai
     .with_guest(GuestState::Paused))
 }
 
+/// Gives the guest back, and migration the `settings` that were found.
+///
 /// Does not give up while QEMU lives: what it was told before it will do, however late, and then the guest must not
-/// stay as that leaves it. `connections` are those that the migration goes over, `settings` what it found.
+/// stay as that leaves it. Only a migration that was cancelled and has not ended after `patience` is not waited for: QEMU
+/// can get stuck in one whose `connections` broke. The guest is given back all the same; the settings cannot be.
 pub async fn give_guest_back(
     client: &Client,
     give_back: GiveBack,
     connections: &mut Vec<UnixStream>,
     settings: Option<MigrationSettings>,
+    patience: Duration,
 ) -> Result<(), Failure> {
     let client = client.with_deadline(ROLL_BACK_TIMEOUT);
+    let mut stuck = None;
     if monitor::run_state(&client).await? != RunState::Postmigrate {
         client.execute(&command::migrate_cancel {}).await?;
         let _drained = stream::drain(connections);
-        wait_for_migration_end(&client, ROLL_BACK_TIMEOUT).await?;
+        match wait_for_migration_end(&client, patience).await {
+            Err(failure) if failure.code == Code::TimedOut => stuck = Some(failure),
+            ended => drop(ended?),
+        }
     }
     let in_between = |state: &RunState| *state == RunState::FinishMigrate;
     let state = wait_for_run_state(&client, "settled", |state| !in_between(state)).await?;
@@ -92,8 +100,12 @@ pub async fn give_guest_back(
             fdname: direct::STREAM_FD.to_owned(),
         })
         .await;
-    match settings {
-        Some(settings) => Ok(settings.put_back(&client).await?),
-        None => Ok(()),
+    match (stuck, settings) {
+        (Some(stuck), _) => Err(Failure {
+            code: Code::Operator,
+            ..stuck.while_doing("the guest is given back, but not its migration settings")
+        }),
+        (None, Some(settings)) => Ok(settings.put_back(&client).await?),
+        (None, None) => Ok(()),
     }
 }

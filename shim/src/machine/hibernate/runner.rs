@@ -23,7 +23,7 @@ use tokio::time::Instant;
 use uuid::Uuid;
 
 use super::direct::{self, Source};
-use super::ending::{end_qemu, give_guest_back};
+use super::ending::{ROLL_BACK_TIMEOUT, end_qemu, give_guest_back};
 use super::machine::{CancelAnswer, Effect, GiveBack, Input, Machine, Phase};
 use super::plan::{Plan, preflight};
 use super::{Report, Request, Storage, stream};
@@ -425,7 +425,14 @@ impl Work {
             blocking(move || Ok(sealed.remove()?)).await?;
         }
         let settings = self.settings.take();
-        let given_back = give_guest_back(&self.client, give_back, &mut self.connections, settings).await;
+        let given_back = give_guest_back(
+            &self.client,
+            give_back,
+            &mut self.connections,
+            settings,
+            ROLL_BACK_TIMEOUT,
+        )
+        .await;
         self.remove_partial_image().await;
         given_back
     }

@@ -17,6 +17,9 @@ use crate::machine::hibernate::machine::GiveBack;
 use crate::vm::monitor;
 use crate::vm::process::ProcessEnd;
 
+/// How long a cancelled migration may take to end: its other end is gone, so nothing holds it up but what never ends.
+const CANCEL_PATIENCE: Duration = Duration::from_secs(60);
+
 /// How long a QEMU that does not answer may take to end. An end that comes later is for another recovery.
 const ENDING_LIMIT: Duration = Duration::from_secs(3);
 
@@ -151,9 +154,17 @@ async fn give_back(
             ))
         })?;
     }
-    give_guest_back(client, how, &mut Vec::new(), Some(record.settings.clone())).await?;
-    blocking(move || Ok(image.remove_unfinished()?)).await?;
-    let guest = guest_of(Some(&monitor::run_state(client).await?));
+    let settings = Some(record.settings.clone());
+    let given_back = give_guest_back(client, how, &mut Vec::new(), settings, CANCEL_PATIENCE).await;
+    let guest = match monitor::run_state(client).await {
+        Ok(state) => guest_of(Some(&state)),
+        Err(_) => GuestState::Unknown,
+    };
+    // Only now: for a guest that still waits, what is unfinished says that nobody took a whole image away.
+    if given_back.is_ok() || guest == GuestState::Running {
+        blocking(move || Ok(image.remove_unfinished()?)).await?;
+    }
+    given_back.map_err(|failure| failure.with_guest(guest))?;
     let outcome = if how == GiveBack::AsItIs {
         Outcome::RanOn
     } else {

@@ -35,7 +35,7 @@ pub enum Code {
     Usage,
     /// A check said no: a blocker, a guard, something busy.
     Refused,
-    /// QEMU or the supervisor cannot be reached, or the monitor is taken.
+    /// QEMU, the supervisor or the guest agent cannot be reached, or the monitor is taken.
     Unreachable,
     /// A limit on time ran out.
     TimedOut,
@@ -186,6 +186,16 @@ impl From<ImageError> for Failure {
                 Code::Usage
             }
             ImageError::Io { .. } | ImageError::Memory(_) => Code::StorageIo,
+            // What QEMU sends is not ours to mend; what we make of its connections is.
+            ImageError::Incoming(error) => match error {
+                IncomingError::Socket(_) => Code::Unreachable,
+                IncomingError::Stream(_)
+                | IncomingError::Multifd(_)
+                | IncomingError::Again { .. }
+                | IncomingError::Late { .. }
+                | IncomingError::Scattered { .. } => Code::Refused,
+                _ => Code::Internal,
+            },
             // The guest lives on, and the device may tell otherwise.
             ImageError::MayBeSealed { .. } => Code::Operator,
             _ => Code::Internal,
@@ -227,4 +237,23 @@ pub fn sentence(error: &dyn std::error::Error) -> String {
         cause = error.source();
     }
     text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_stream_that_qemu_breaks_off_is_no_bug_of_ours() {
+        let code = |error: IncomingError| Failure::from(ImageError::from(error)).code;
+        let again = IncomingError::Again {
+            block: "pc.ram".into(),
+            offset: 4096,
+        };
+        assert_eq!(code(again), Code::Refused);
+        assert_eq!(code(IncomingError::Scattered { limit: 64 }), Code::Refused);
+        let reset = std::io::Error::from(ErrorKind::ConnectionReset);
+        assert_eq!(code(IncomingError::Socket(reset)), Code::Unreachable);
+        assert_eq!(code(IncomingError::MainStreams { found: 0 }), Code::Internal);
+    }
 }

@@ -2,6 +2,7 @@
 
 use rustix::process::Signal;
 use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::watch;
 
 use crate::error::{Code, Failure};
 
@@ -24,6 +25,21 @@ impl Signals {
             interrupt: watch(SignalKind::interrupt())?,
             hangup: watch(SignalKind::hangup())?,
         })
+    }
+
+    /// The same watch for several who wait, each with a clone of the receiver: a change is a signal, whichever it is.
+    pub fn for_several(mut self) -> watch::Receiver<()> {
+        let (tell, told) = watch::channel(());
+        tokio::spawn(async move {
+            loop {
+                self.next().await;
+                // Nobody waits any more.
+                if tell.send(()).is_err() {
+                    return;
+                }
+            }
+        });
+        told
     }
 
     /// The next signal.

@@ -396,8 +396,21 @@ fn a_device_that_somebody_uses_is_refused_and_told_who() {
     assert_eq!(
         error.to_string(),
         format!(
-            "{} is in use: mounted, swap, or a part of another device",
+            "{} is in use: mounted, swap, a part of another device, or a disk of a running QEMU",
             device.path().display()
         )
     );
+}
+
+#[test]
+fn a_device_that_is_the_disk_of_a_running_qemu_is_refused() {
+    let laboratory = Laboratory::new();
+    let device = LoopDevice::with_old_data(LENGTH, 512);
+    // What QEMU does with a disk, though with bytes of its choice.
+    let disk = File::open(device.path()).unwrap();
+    rustix::fs::fcntl_lock(&disk, rustix::fs::FlockOperation::NonBlockingLockShared).unwrap();
+    let error = laboratory.create_at(device.path(), true, None).unwrap_err();
+    assert!(matches!(error, ImageError::DeviceInUse { .. }), "{error:?}");
+    drop(disk);
+    drop(laboratory.create_at(device.path(), true, None).unwrap());
 }

@@ -7,7 +7,7 @@ use std::fs::{self, OpenOptions};
 use std::io::Write;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use dormouse_storage::exchange::{
     ElfOptions, ExportError, ExportFormat, Exported, ImportError, Registers, Source, StreamCompression,
@@ -15,9 +15,10 @@ use dormouse_storage::exchange::{
 };
 use dormouse_storage::image::manifest::Backend;
 use dormouse_storage::{
-    CreateOptions, Image, ImageError, ImageKey, ImageState, ImageWriter, Manifest, Progress, Recording, Run,
-    StreamError,
+    ByteCount, CreateOptions, Image, ImageError, ImageKey, ImageState, ImageWriter, Manifest, Progress,
+    Recording, Run, StreamError,
 };
+use fixture::loop_device::LoopDevice;
 use fixture::{Laboratory, MIB, PAGE, Stream, flip_bit, noise, read_all, working};
 use proptest::prelude::*;
 
@@ -71,6 +72,38 @@ fn what_was_exported_is_imported_as_it_was() {
         assert_eq!(laboratory.filled(&again).unwrap(), laboratory.ram, "{name}");
         assert_eq!(again.state(), ImageState::Sealed);
     }
+}
+
+#[test]
+fn a_cancel_that_comes_when_the_image_is_whole_is_no_failure() {
+    let laboratory = Laboratory::new();
+    let file = laboratory.folder.path().join("exported");
+    exported(&laboratory.image(), &ExportFormat::Stream, &file).unwrap();
+    let device = LoopDevice::without_zeroing(ByteCount::mib(32));
+    let source = Source::open(&file).unwrap();
+    let (progress, cancelled) = (Progress::default(), AtomicBool::new(false));
+    let all = ByteCount(2 * source.ram().0);
+    let imported = std::thread::scope(|scope| {
+        scope.spawn(|| {
+            // The seal syncs several times after this.
+            while progress.done() < all {
+                std::hint::spin_loop();
+            }
+            cancelled.store(true, Ordering::Relaxed);
+        });
+        let run = Run {
+            threads: 1,
+            progress: &progress,
+            cancelled: &cancelled,
+        };
+        let staged = source
+            .stage(device.path(), CreateOptions::default(), &run)
+            .unwrap();
+        // Small blocks are RAM too, and written like it.
+        staged.write(&laboratory.manifest(), &run)
+    });
+    assert!(imported.is_ok(), "{:?}", imported.map(drop));
+    assert_eq!(Image::open(device.path()).unwrap().state(), ImageState::Sealed);
 }
 
 #[test]

@@ -242,6 +242,39 @@ fn what_a_killed_writer_left_is_swept_up_and_what_is_written_is_not() {
 }
 
 /// A guest was woken from the image.
+#[test]
+fn removing_an_image_leaves_alone_what_took_its_name_meanwhile() {
+    let laboratory = Laboratory::new();
+    drop(laboratory.sealed());
+    let used_up = Image::open_locked(&laboratory.target()).unwrap();
+    let elsewhere = laboratory.folder.path().join("elsewhere");
+    fs::rename(laboratory.target(), &elsewhere).unwrap();
+    let next = laboratory.image().id();
+    used_up.remove().unwrap();
+    assert_eq!(Image::open(&laboratory.target()).unwrap().id(), next);
+    assert!(matches!(
+        Image::open(&elsewhere).unwrap_err(),
+        ImageError::NotAnImage { .. }
+    ));
+
+    // A sealed image whose guest runs on must not be woken from where somebody put it.
+    let laboratory = Laboratory::new();
+    let sealed = laboratory.sealed();
+    fs::rename(laboratory.target(), &elsewhere).unwrap();
+    sealed.remove().unwrap();
+    assert!(Image::open(&elsewhere).is_err());
+}
+
+#[test]
+fn removing_an_image_by_a_link_removes_the_image() {
+    let laboratory = Laboratory::new();
+    drop(laboratory.sealed());
+    let link = laboratory.folder.path().join("link");
+    std::os::unix::fs::symlink(laboratory.target(), &link).unwrap();
+    Image::open_locked(&link).unwrap().remove().unwrap();
+    assert_eq!(laboratory.names(), ["link"]);
+}
+
 fn use_up(laboratory: &Laboratory) {
     let mut image = Image::open_locked(&laboratory.target()).expect("the image can be opened");
     for state in [ImageState::Waking, ImageState::Consumed] {

@@ -91,19 +91,18 @@ impl Dormouse {
 
     /// Starts to hibernate `name` to `image`; [`finish`](Self::finish) waits for the end.
     pub fn start_hibernating(&self, name: &str, image: &Path) -> Child {
-        self.spawn(&[
+        self.start_hibernating_with(name, image, &[])
+    }
+
+    /// Starts to hibernate `name` to `image`, with more options.
+    pub fn start_hibernating_with(&self, name: &str, image: &Path, options: &[&str]) -> Child {
+        let mut arguments = vec![
             OsStr::new("hibernate"),
             name.as_ref(),
             "--to".as_ref(),
             image.as_ref(),
             "--json".as_ref(),
-        ])
-    }
-
-    /// Starts to hibernate `name` to `image`, with more options.
-    pub fn start_hibernating_with(&self, name: &str, image: &Path, options: &[&str]) -> Child {
-        let mut arguments = vec![OsStr::new("hibernate"), name.as_ref(), "--to".as_ref()];
-        arguments.extend([image.as_ref(), OsStr::new("--json")]);
+        ];
         arguments.extend(options.iter().map(OsStr::new));
         self.spawn(&arguments)
     }
@@ -199,7 +198,8 @@ impl Dormouse {
         }
     }
 
-    fn spawn(&self, arguments: &[impl AsRef<OsStr>]) -> Child {
+    /// Starts any command; [`finish`](Self::finish) waits for the end.
+    pub fn spawn(&self, arguments: &[impl AsRef<OsStr>]) -> Child {
         self.command(arguments)
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
@@ -337,6 +337,13 @@ impl Outcome {
     /// The exit code; `None` when a signal ended it.
     pub fn exit_code(&self) -> Option<i32> {
         self.status.code()
+    }
+
+    /// All JSON lines.
+    pub fn objects(&self) -> Vec<Value> {
+        let read =
+            |line| serde_json::from_str(line).unwrap_or_else(|error| panic!("{line:?} is not JSON: {error}"));
+        self.stdout.lines().map(read).collect()
     }
 
     /// The last JSON line: the result, or the error.

@@ -3,12 +3,13 @@
 //! A test reads like what a person would do. [`Lab`] is its folder and sweeps up after it; a guest
 //! ([`BootSectorGuest`], [`LinuxGuest`]) knows its QEMU command line and what it should be saying;
 //! [`Dormouse`] runs the command-line program; [`Monitor`] looks into a guest through a second
-//! monitor of its own; [`faults`] breaks things.
+//! monitor of its own; [`play_agent`] is a guest's agent; [`faults`] breaks things.
 //!
 //! `tests/lab/fetch all` brings what is needed. Everything runs under TCG, so any machine will do.
 
 #![forbid(unsafe_code)]
 
+mod agent;
 mod dormouse;
 pub mod faults;
 mod foreign;
@@ -21,6 +22,7 @@ mod scene;
 mod volumes;
 mod wait;
 
+pub use agent::{Suspend, play_agent};
 pub use dormouse::{Dormouse, Outcome, Supervisor};
 pub use foreign::Foreign;
 pub use guest::{BootSectorGuest, Guest, LinuxGuest};

@@ -228,7 +228,7 @@ fn private_memory_comes_by_a_stream_from_qemu_11_1() {
 fn private_memory_comes_by_a_stream(build: QemuBuild) {
     let mode = if build.maps_images() { "map" } else { "eager" };
     for (options, channels) in [
-        (&[][..], 2),
+        (&[][..], 4),
         (&["--channels", "0"], 0),
         (&["--engine", "stream", "--channels", "5"], 5),
     ] {

@@ -18,6 +18,7 @@ use serde_json::{Value, json};
 
 const REFUSED: i32 = 3;
 const UNREACHABLE: i32 = 4;
+const TIMED_OUT: i32 = 5;
 const CANCELLED: i32 = 6;
 
 /// A guest with a gigabyte of memory, which takes its time to be saved, in the middle of being saved.
@@ -47,7 +48,12 @@ impl Middle {
 
     /// Returns when the guest's memory is being written to `image`.
     fn met_by(scene: Scene, supervisor: Supervisor, image: &Path) -> Self {
-        let mut hibernating = scene.dormouse.start_hibernating("guest", image);
+        let hibernating = scene.dormouse.start_hibernating("guest", image);
+        Self::of(scene, supervisor, hibernating)
+    }
+
+    /// Returns when the guest's memory is being written by a command that was started.
+    fn of(scene: Scene, supervisor: Supervisor, mut hibernating: Child) -> Self {
         let output = hibernating.stdout.take().expect("its output is ours");
         let mut lines = BufReader::new(output);
         let mut line = String::new();
@@ -245,6 +251,49 @@ fn a_guest_is_given_back_while_its_volume_hangs() {
     expect_guest_as_before(&scene);
     // The volume is in the lab's folder, which goes last.
     drop(volume);
+}
+
+#[test]
+fn a_volume_that_hangs_costs_the_guest_no_more_than_the_time_that_was_set() {
+    let (scene, supervisor) = large_guest(QemuBuild::V10_0);
+    let volume = SmallVolume::new(&scene.lab, 2048);
+    let image = volume.path("guest.image");
+    let hibernating = scene
+        .dormouse
+        .start_hibernating_with("guest", &image, &["--stall-timeout", "1s"]);
+    let middle = Middle::of(scene, supervisor, hibernating);
+    let hanging = Hanging::volume(&volume);
+    middle.scene.guest.wait_for_more_ticks();
+    drop(hanging);
+    let (scene, _supervisor, code, error) = middle.end();
+    assert_eq!(
+        (code, &error["code"], &error["guest"]),
+        (Some(TIMED_OUT), &json!("timed-out"), &json!("running")),
+        "{error}"
+    );
+    assert!(
+        error["message"].to_string().contains("no progress for 1s"),
+        "{error}"
+    );
+    expect_guest_as_before(&scene);
+    drop(volume);
+}
+
+#[test]
+fn a_hibernation_that_takes_longer_than_it_may_gives_the_guest_back() {
+    let (scene, supervisor) = large_guest(QemuBuild::V10_0);
+    let image = image(&scene);
+    // A gigabyte at this rate takes a hundred seconds.
+    let slow = ["--rate-limit", "10M", "--timeout", "2s"];
+    let hibernating = scene.dormouse.start_hibernating_with("guest", &image, &slow);
+    let (scene, _supervisor, code, error) = Middle::of(scene, supervisor, hibernating).end();
+    assert_eq!(
+        (code, &error["guest"]),
+        (Some(TIMED_OUT), &json!("running")),
+        "{error}"
+    );
+    expect_guest_as_before(&scene);
+    assert_eq!(faults::files_in(&scene.lab.path("images")), Vec::<String>::new());
 }
 
 #[test]

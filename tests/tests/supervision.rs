@@ -152,22 +152,6 @@ fn a_qemu_without_supervisor_is_hibernated_over_its_monitor() {
 }
 
 #[test]
-fn memory_that_cannot_be_reached_is_refused_and_the_guest_runs_on() {
-    let lab = Lab::new();
-    let dormouse = Dormouse::new(&lab);
-    let guest = BootSectorGuest::new(&lab, QemuBuild::V10_0);
-    let _plain = PlainQemu::start(&guest);
-    guest.wait_for_ticks(5);
-    let image = lab.path("guest.image");
-    let outcome = dormouse
-        .hibernate_by_monitor(guest.monitor_socket(), &image)
-        .expect_exit(REFUSED);
-    assert_eq!(outcome.result()["error"]["guest"], "running");
-    guest.wait_for_more_ticks();
-    assert!(!image.exists());
-}
-
-#[test]
 fn a_monitor_that_is_taken_is_told_so() {
     let lab = Lab::new();
     let dormouse = Dormouse::new(&lab);

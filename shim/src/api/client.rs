@@ -16,6 +16,7 @@ use uuid::Uuid;
 
 use super::types::{Cancelled, NewOperation, Operation, Problem, Vm};
 use crate::error::{Code, Failure, sentence};
+use crate::machine::hibernate::forecast::Forecast;
 use crate::machine::hibernate::machine::CancelAnswer;
 use crate::supervisor::state_dir::StateDir;
 use crate::vm::diagnosis::Diagnosis;
@@ -57,6 +58,12 @@ impl Supervisor {
         self.call(Method::POST, "/v1/operations", Some(wish)).await
     }
 
+    /// What an operation would take.
+    pub async fn dry_run(&self, wish: &NewOperation) -> Result<Forecast, Failure> {
+        self.call(Method::POST, "/v1/operations/dry-run", Some(wish))
+            .await
+    }
+
     /// What an operation does, once there is something newer than version `seen`.
     pub async fn news(&self, id: Uuid, seen: u64) -> Result<Operation, Failure> {
         self.call(
@@ -75,10 +82,15 @@ impl Supervisor {
         Ok(cancelled.answer)
     }
 
+    /// Whether the supervisor is there.
+    pub async fn serves(&self) -> bool {
+        UnixStream::connect(&self.socket).await.is_ok()
+    }
+
     /// Waits until the supervisor serves no more, for a limited time.
     pub async fn wait_for_end(&self) {
         let deadline = Instant::now() + END_LIMIT;
-        while Instant::now() < deadline && UnixStream::connect(&self.socket).await.is_ok() {
+        while Instant::now() < deadline && self.serves().await {
             tokio::time::sleep(POLL).await;
         }
     }

@@ -17,7 +17,8 @@ use uuid::Uuid;
 
 use super::types::{Cancelled, NewOperation, Operation, Problem, Vm};
 use crate::error::{Code, Failure};
-use crate::supervisor::{Handle, Request};
+use crate::machine::hibernate::forecast::{Forecast, forecast};
+use crate::supervisor::{Handle, Request, hibernation};
 use crate::vm::diagnosis::{Diagnosis, diagnose};
 use crate::vm::monitor;
 
@@ -60,6 +61,7 @@ fn router(handle: Handle) -> Router {
         .route("/v1/vm", get(vm))
         .route("/v1/vm/diagnosis", get(diagnosis))
         .route("/v1/operations", post(begin))
+        .route("/v1/operations/dry-run", post(dry_run))
         .route("/v1/operations/{id}", get(watch_operation))
         .route("/v1/operations/{id}/cancel", post(cancel))
         .fallback(async || Failure::new(Code::Usage, "there is no such route"))
@@ -96,6 +98,14 @@ async fn begin(State(handle): State<Handle>, Json(wish): Json<NewOperation>) -> 
     let id = ask(&handle, Request::Begin(wish, answer), answered).await?;
     let operation = documents(&handle, id)?.borrow().clone();
     Ok((StatusCode::CREATED, Json(operation)).into_response())
+}
+
+async fn dry_run(
+    State(handle): State<Handle>,
+    Json(wish): Json<NewOperation>,
+) -> Result<Json<Forecast>, Failure> {
+    let request = hibernation(wish, &handle)?;
+    Ok(Json(forecast(&handle.client, &request).await?))
 }
 
 /// The last version that a watcher has seen.

@@ -11,7 +11,7 @@ use zeroize::Zeroizing;
 
 use crate::error::{Code, Disposition, Failure, GuestState};
 use crate::machine::hibernate::machine::CancelAnswer;
-use crate::machine::{hibernate, wake};
+use crate::machine::{hibernate, suspend, wake};
 use crate::vm::engine::{Choice, Wish};
 use crate::vm::ram_home::Pages;
 
@@ -92,7 +92,31 @@ pub enum NewOperation {
         /// The most that is written in a second, in bytes.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         rate_limit_bytes: Option<u64>,
+        /// How long it may take until the image is complete, in milliseconds.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        timeout_ms: Option<u64>,
+        /// How long it may go without progress, in milliseconds.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        stall_timeout_ms: Option<u64>,
     },
+    /// Have the guest save itself onto its own disk, by its agent, and power off; then QEMU ends. There is no image.
+    SuspendToDisk {
+        /// The guest agent's socket, an absolute path; without it, the one that QEMU has for it.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        agent: Option<PathBuf>,
+        /// How long the guest may take, in milliseconds.
+        limit_ms: u64,
+    },
+}
+
+impl NewOperation {
+    /// Its kind.
+    pub fn kind(&self) -> OperationKind {
+        match self {
+            Self::Hibernate { .. } => OperationKind::Hibernate,
+            Self::SuspendToDisk { .. } => OperationKind::SuspendToDisk,
+        }
+    }
 }
 
 /// The key of an image. It is never shown but to whom it is sent.
@@ -148,15 +172,27 @@ impl From<hibernate::Storage> for Storage {
     }
 }
 
+/// The kinds of operations.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum OperationKind {
+    /// The guest goes into an image.
+    Hibernate,
+    /// The guest saves itself.
+    SuspendToDisk,
+}
+
 /// An operation.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Operation {
     /// Its id.
     pub id: Uuid,
+    /// Its kind.
+    pub kind: OperationKind,
     /// Counts the changes that a watcher has seen.
     pub version: u64,
-    /// Where it is.
-    pub phase: hibernate::machine::Phase,
+    /// Where it is, in the words of its kind: `Preflight`, `SavingMemory` and so on.
+    pub phase: String,
     /// How RAM gets into the image, once that is known.
     pub choice: Option<Choice>,
     /// What the image is on, once it is begun.
@@ -166,9 +202,41 @@ pub struct Operation {
     /// RAM that is to be dealt with, in bytes.
     pub total_bytes: u64,
     /// What came of it, once it ended well.
-    pub result: Option<Hibernated>,
+    pub result: Option<Ending>,
     /// Why it failed, once it did.
     pub error: Option<Problem>,
+}
+
+/// What came of an operation that ended well.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(untagged)]
+pub enum Ending {
+    /// The guest is in an image.
+    Hibernated(Box<Hibernated>),
+    /// The guest is on its own disk.
+    SuspendedToDisk(SuspendedToDisk),
+}
+
+/// What came of a suspend to disk.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct SuspendedToDisk {
+    /// `suspended-to-disk`.
+    pub result: SuspendedTag,
+    /// The guest agent's socket.
+    pub agent: PathBuf,
+    /// Whether the machine itself saw the guest go to ACPI S4; a guest may also save itself and power off plainly, which
+    /// looks like any other power-off.
+    pub by_s4: bool,
+    /// From the command to a guest that is off, in milliseconds.
+    pub power_off_ms: f64,
+}
+
+/// The word that tells results apart in a stream of JSON lines.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum SuspendedTag {
+    /// The guest has powered off and QEMU is gone.
+    SuspendedToDisk,
 }
 
 /// What came of a hibernation.
@@ -270,6 +338,17 @@ impl From<hibernate::Report> for Hibernated {
             zero_bytes: report.zero.0,
             pause_ms: report.pause_ms,
             timings_ms: by_name(&report.timings_ms),
+        }
+    }
+}
+
+impl From<suspend::Report> for SuspendedToDisk {
+    fn from(report: suspend::Report) -> Self {
+        Self {
+            result: SuspendedTag::SuspendedToDisk,
+            agent: report.agent,
+            by_s4: report.by_s4,
+            power_off_ms: report.power_off_ms,
         }
     }
 }

@@ -14,8 +14,9 @@ mod wake;
 use std::io::IsTerminal;
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::time::Duration;
 
-use clap::{Args, Parser, Subcommand};
+use clap::{Args, Parser, Subcommand, ValueEnum};
 use dormouse_storage::{ByteCount, Compression};
 use tracing_subscriber::EnvFilter;
 
@@ -27,9 +28,9 @@ use report::Report;
 
 /// Hibernates and wakes QEMU virtual machines.
 ///
-/// Exit codes: 0 done, 1 internal error, 2 usage, 3 refused by a check, 4 QEMU or supervisor unreachable, 5 timed out,
-/// 6 cancelled, 7 no space, 8 image invalid, 9 storage I/O error, 10 needs an operator. `run` and `wake` in the
-/// foreground end with QEMU's own status once QEMU has started.
+/// Exit codes: 0 done, 1 internal error, 2 usage, 3 refused by a check, 4 QEMU, supervisor or guest agent unreachable,
+/// 5 timed out, 6 cancelled, 7 no space, 8 image invalid, 9 storage I/O error, 10 needs an operator. `run` and `wake` in
+/// the foreground end with QEMU's own status once QEMU has started.
 #[derive(Debug, Parser)]
 #[command(name = "dormouse", version, max_term_width = 100)]
 struct Cli {
@@ -90,21 +91,37 @@ struct Supervision {
 #[derive(Debug, Args)]
 struct HibernateArguments {
     /// Name of a VM that `dormouse run` or `dormouse wake` supervises
-    #[arg(required_unless_present = "qmp", conflicts_with = "qmp")]
+    #[arg(required_unless_present_any = ["qmp", "all"], conflicts_with_all = ["qmp", "all"])]
     name: Option<String>,
     /// QMP socket of a QEMU without a supervisor; its monitor must be free
-    #[arg(long, value_name = "SOCKET")]
+    #[arg(long, value_name = "SOCKET", conflicts_with = "all")]
     qmp: Option<PathBuf>,
+    /// All VMs in the state directory, as before a host's shutdown. One that fails does not stop the others; the exit
+    /// code is 0 when all are in their images, 10 when one needs an operator, else that of the first by name that failed
+    #[arg(long, requires = "to_dir")]
+    all: bool,
+    /// Where the guest goes: into an image, or onto its own disk, by itself, with its agent's help
+    #[arg(long, value_enum, default_value_t)]
+    mode: HibernateMode,
     /// Where the image goes
-    #[arg(long, value_name = "PATH")]
-    to: PathBuf,
+    #[arg(long, value_name = "PATH", conflicts_with = "all")]
+    to: Option<PathBuf>,
+    /// With --all: the folder that the images go to, each as NAME.dormouse
+    #[arg(long, value_name = "DIR", requires = "all")]
+    to_dir: Option<PathBuf>,
+    /// With --all: how many VMs are hibernated at once; limits such as --rate-limit are for each [default: 2]
+    #[arg(long, value_name = "N", requires = "all", value_parser = clap::value_parser!(u16).range(1..))]
+    parallel: Option<u16>,
+    /// Only tell what would stand in the way, and what the hibernation would take; the guest is not touched
+    #[arg(long, conflicts_with = "all")]
+    dry_run: bool,
     /// Replace an image that is there already, once the new one is complete
     #[arg(long)]
     replace: bool,
     /// How RAM gets into the image
     #[arg(long, value_enum, default_value_t)]
     engine: Wish,
-    /// Channels that QEMU sends RAM over, where it does: 0 is one plain stream [default: 2 where QEMU can]
+    /// Channels that QEMU sends RAM over, where it does: 0 is one plain stream [default: 4 where QEMU can]
     #[arg(long, value_name = "N")]
     channels: Option<u8>,
     /// Compress RAM: none, auto (while the volume is what holds the writing up), zstd or zstd:LEVEL. A compressed
@@ -114,8 +131,29 @@ struct HibernateArguments {
     /// Write at most so much in a second (bytes, or with a suffix: 200M, 1.5G)
     #[arg(long, value_name = "BYTES", value_parser = byte_count)]
     rate_limit: Option<ByteCount>,
+    /// Give the guest back if the image is not complete after this time (30s, 5m) [default: no limit]; with --mode
+    /// suspend-to-disk: how long the guest may take until it is off [default: 5m]
+    #[arg(long, value_name = "TIME", value_parser = humantime::parse_duration)]
+    timeout: Option<Duration>,
+    /// Give the guest back if there is no progress for this time [default: 2m]
+    #[arg(long, value_name = "TIME", value_parser = humantime::parse_duration)]
+    stall_timeout: Option<Duration>,
     #[command(flatten)]
     key: KeyArguments,
+    /// With --mode suspend-to-disk: the guest agent's socket [default: found by QEMU's virtio-serial ports]
+    #[arg(long, value_name = "SOCKET")]
+    agent: Option<PathBuf>,
+}
+
+/// Where a guest goes.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
+enum HibernateMode {
+    /// Memory and devices are saved into an image, which wakes the guest anywhere
+    #[default]
+    Image,
+    /// The guest agent is told to suspend the guest to its own disk (guest-suspend-disk), the guest powers off, QEMU ends;
+    /// the guest resumes when it is started again with its disks
+    SuspendToDisk,
 }
 
 /// The key of an encrypted image: 32 random bytes, or 64 hexadecimal digits.
@@ -294,5 +332,19 @@ mod tests {
         assert!(Cli::try_parse_from(["dormouse", "hibernate", "--to", "x"]).is_err());
         assert!(Cli::try_parse_from(["dormouse", "hibernate", "a", "--qmp", "s", "--to", "x"]).is_err());
         Cli::try_parse_from(["dormouse", "hibernate", "--qmp", "s", "--to", "x"]).unwrap();
+        Cli::try_parse_from(["dormouse", "hibernate", "--all", "--to-dir", "x"]).unwrap();
+        Cli::try_parse_from([
+            "dormouse",
+            "hibernate",
+            "a",
+            "--mode",
+            "suspend-to-disk",
+            "--timeout",
+            "90s",
+        ])
+        .unwrap();
+        assert!(Cli::try_parse_from(["dormouse", "hibernate", "--all", "--to", "x"]).is_err());
+        assert!(Cli::try_parse_from(["dormouse", "hibernate", "--all", "a", "--to-dir", "x"]).is_err());
+        assert!(Cli::try_parse_from(["dormouse", "hibernate", "a", "--to", "x", "--parallel", "2"]).is_err());
     }
 }

@@ -12,23 +12,33 @@ use crate::api::types::Operation;
 use crate::error::Failure;
 
 /// Where a verb tells what it does.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct Report {
     json: bool,
+    /// The VM that is spoken of, where there are several.
+    vm: Option<String>,
 }
 
 impl Report {
     /// JSON lines, or words.
     pub fn new(json: bool) -> Self {
-        Self { json }
+        Self { json, vm: None }
+    }
+
+    /// The same for one VM of several: all that is told has its name.
+    pub fn of_vm(&self, name: &str) -> Self {
+        Self {
+            json: self.json,
+            vm: Some(name.to_owned()),
+        }
     }
 
     /// The result: an object for programs, a text for people.
     pub fn result(&self, object: &impl Serialize, text: &str) {
         if self.json {
-            print_json(object)
+            print_json(&self.named(object))
         } else {
-            print_line(text)
+            print_line(&format!("{}{text}", self.prefix()))
         }
     }
 
@@ -36,26 +46,25 @@ impl Report {
     pub fn remark(&self, text: &str) {
         if !self.json {
             // A closed error output is no reason to fail.
-            let _ = writeln!(stderr(), "dormouse: {text}");
+            let _ = writeln!(stderr(), "dormouse: {}{text}", self.prefix());
         }
     }
 
     /// Why it failed.
     pub fn failure(&self, failure: &Failure) {
         if self.json {
-            print_json(&json!({"error": {
+            print_json(&self.named(&json!({"error": {
                 "code": failure.code,
                 "disposition": failure.code.disposition(),
                 "guest": failure.guest,
                 "message": failure.message,
-            }}));
+            }})));
         } else {
             let guest = serde_json::to_value(failure.guest).unwrap_or_default();
-            let guest = guest.as_str().unwrap_or_default();
-            let _ = match guest {
-                "unknown" => writeln!(stderr(), "dormouse: {failure}"),
-                guest => writeln!(stderr(), "dormouse: {failure} (guest: {guest})"),
-            };
+            match guest.as_str().unwrap_or_default() {
+                "unknown" => self.remark(&failure.message),
+                guest => self.remark(&format!("{failure} (guest: {guest})")),
+            }
         }
     }
 
@@ -67,9 +76,9 @@ impl Report {
         }
     }
 
-    /// A teller of an operation's progress.
+    /// A teller of an operation's progress. Of several at once there is no bar.
     pub fn progress(&self) -> Progress {
-        let bar = if self.json || !stderr().is_terminal() {
+        let bar = if self.json || self.vm.is_some() || !stderr().is_terminal() {
             ProgressBar::hidden()
         } else {
             ProgressBar::no_length()
@@ -80,17 +89,40 @@ impl Report {
             bar.set_style(style);
         }
         Progress {
-            json: self.json,
+            report: self.clone(),
             bar,
             begun: Mutex::new(None),
         }
     }
+
+    fn named<'a, T>(&'a self, object: &'a T) -> Named<'a, T> {
+        Named {
+            name: self.vm.as_deref(),
+            object,
+        }
+    }
+
+    fn prefix(&self) -> String {
+        self.vm
+            .as_ref()
+            .map(|name| format!("{name}: "))
+            .unwrap_or_default()
+    }
+}
+
+/// An object with the name of its VM, where there are several.
+#[derive(Serialize)]
+struct Named<'a, T> {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    name: Option<&'a str>,
+    #[serde(flatten)]
+    object: &'a T,
 }
 
 /// Tells an operation's progress.
 #[derive(Debug)]
 pub struct Progress {
-    json: bool,
+    report: Report,
     bar: ProgressBar,
     /// When bytes began to count.
     begun: Mutex<Option<Instant>>,
@@ -100,24 +132,24 @@ impl Progress {
     /// Tells where the operation is.
     pub fn tell(&self, operation: &Operation) {
         let (done, total) = (operation.done_bytes, operation.total_bytes);
-        if self.json {
+        if self.report.json {
             let (rate, eta) = self.rate_and_eta(done, total);
-            print_json(&json!({
+            print_json(&self.report.named(&json!({
                 "operation": operation.id,
                 "phase": operation.phase,
                 "bytes": done,
                 "total": total,
                 "rate": rate,
                 "eta": eta,
-            }));
+            })));
         } else {
-            self.show(&format!("{:?}", operation.phase), done, total);
+            self.show(&operation.phase, done, total);
         }
     }
 
     /// Tells how far work of our own is.
     pub fn tell_work(&self, phase: &str, done: u64, total: u64) {
-        if self.json {
+        if self.report.json {
             let (rate, eta) = self.rate_and_eta(done, total);
             print_json(&json!({"phase": phase, "bytes": done, "total": total, "rate": rate, "eta": eta}));
         } else {

@@ -7,7 +7,7 @@ use serde_json::json;
 use super::StatusArguments;
 use super::report::Report;
 use crate::api::client::Supervisor;
-use crate::api::types::Vm;
+use crate::api::types::{OperationKind, Vm};
 use crate::error::{Code, Failure};
 use crate::journal::{self, Found, Record};
 use crate::supervisor::state_dir::StateDir;
@@ -97,7 +97,11 @@ pub fn describe(vm: &Vm) -> String {
         ));
     }
     if let Some(operation) = &vm.operation {
-        text.push_str(&format!("\nhibernation {}: {:?}", operation.id, operation.phase));
+        let kind = match operation.kind {
+            OperationKind::Hibernate => "hibernation",
+            OperationKind::SuspendToDisk => "suspend to disk",
+        };
+        text.push_str(&format!("\n{kind} {}: {}", operation.id, operation.phase));
         if let Some(choice) = &operation.choice {
             text.push_str(&format!(", engine: {}", choice.engine.name()));
             for why in &choice.passed_over {

@@ -5,4 +5,5 @@ pub mod effect;
 pub mod hibernate;
 pub mod interrupt;
 pub mod recover;
+pub mod suspend;
 pub mod wake;

@@ -32,9 +32,10 @@ use uuid::Uuid;
 use crate::api::routes;
 use crate::api::types::{NewOperation, Operation, Ram, Woken};
 use crate::error::{Code, Failure};
-use crate::machine::hibernate;
+use crate::machine::hibernate::limits::Limits;
 use crate::machine::hibernate::machine::CancelAnswer;
 use crate::machine::hibernate::runner::Cancel;
+use crate::machine::{hibernate, suspend};
 use crate::signals::Signals;
 use crate::vm::process::{QemuProcess, working_directory};
 use crate::vm::shape::Shape;
@@ -208,6 +209,51 @@ fn pass_on(signal: Signal, supervised: &Supervised) {
     }
 }
 
+/// What a wish for a hibernation asks for.
+pub fn hibernation(wish: NewOperation, handle: &Handle) -> Result<hibernate::Request, Failure> {
+    let NewOperation::Hibernate {
+        to,
+        replace,
+        engine,
+        channels,
+        compress,
+        key,
+        rate_limit_bytes,
+        timeout_ms,
+        stall_timeout_ms,
+    } = wish
+    else {
+        return Err(Failure::new(Code::Usage, "that is no hibernation"));
+    };
+    if rate_limit_bytes == Some(0) {
+        return Err(Failure::new(
+            Code::Usage,
+            "at most 0 bytes in a second would never end",
+        ));
+    }
+    let limits = Limits::default();
+    Ok(hibernate::Request {
+        target: absolute(to)?,
+        replace,
+        engine,
+        channels,
+        image: hibernate::ImageWish {
+            compression: compress,
+            key: key.map(|key| key.0),
+            rate_limit: rate_limit_bytes.map(ByteCount),
+        },
+        limits: Limits {
+            total: timeout_ms.map(Duration::from_millis),
+            stall: stall_timeout_ms.map_or(limits.stall, Duration::from_millis),
+        },
+        monitor: handle.monitor.clone(),
+        operations: handle.operations.clone(),
+        vm_name: handle.name.clone(),
+        command_line: Some(handle.command_line.clone()),
+        shape: handle.shape.clone(),
+    })
+}
+
 /// Where operations are begun and cancelled: one at a time.
 struct Desk {
     current: watch::Sender<Option<watch::Receiver<Operation>>>,
@@ -252,43 +298,37 @@ impl Desk {
         if self.running.is_some() {
             return Err(Failure::new(Code::Refused, "another operation is under way"));
         }
-        let NewOperation::Hibernate {
-            to,
-            replace,
-            engine,
-            channels,
-            compress,
-            key,
-            rate_limit_bytes,
-        } = wish;
-        let request = hibernate::Request {
-            target: absolute(to)?,
-            replace,
-            engine,
-            channels,
-            image: hibernate::ImageWish {
-                compression: compress,
-                key: key.map(|key| key.0),
-                rate_limit: rate_limit_bytes.map(ByteCount),
-            },
-            monitor: handle.monitor.clone(),
-            operations: handle.operations.clone(),
-            vm_name: handle.name.clone(),
-            command_line: Some(handle.command_line.clone()),
-            shape: handle.shape.clone(),
-        };
-        let prepared = Prepared::new();
+        let client = handle.client.clone();
+        let prepared = Prepared::new(wish.kind());
         let (documents, cancel) = (prepared.watch(), prepared.cancel());
         let id = documents.borrow().id;
-        let client = handle.client.clone();
-        let task = tokio::spawn(async move {
-            match prepared.drive(client, request).await {
-                Ok(report) => tracing::info!(image = %report.image.display(), "hibernated"),
-                Err(failure) => {
-                    tracing::warn!(code = ?failure.code, guest = ?failure.guest, %failure, "not hibernated")
-                }
+        let task = match wish {
+            NewOperation::Hibernate { .. } => {
+                let request = hibernation(wish, handle)?;
+                tokio::spawn(async move {
+                    match prepared.hibernate(client, request).await {
+                        Ok(report) => tracing::info!(image = %report.image.display(), "hibernated"),
+                        Err(failure) => {
+                            tracing::warn!(code = ?failure.code, guest = ?failure.guest, %failure, "not hibernated")
+                        }
+                    }
+                })
             }
-        });
+            NewOperation::SuspendToDisk { agent, limit_ms } => {
+                let request = suspend::Request {
+                    agent: agent.map(absolute).transpose()?,
+                    limit: Duration::from_millis(limit_ms),
+                };
+                tokio::spawn(async move {
+                    match prepared.suspend_to_disk(client, request).await {
+                        Ok(report) => tracing::info!(agent = %report.agent.display(), "suspended to disk"),
+                        Err(failure) => {
+                            tracing::warn!(code = ?failure.code, guest = ?failure.guest, %failure, "not suspended")
+                        }
+                    }
+                })
+            }
+        };
         self.running = Some(Running { task, cancel });
         self.current.send_replace(Some(documents));
         Ok(id)

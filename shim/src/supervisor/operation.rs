@@ -8,11 +8,10 @@ use dormouse_storage::Progress;
 use tokio::sync::{mpsc, watch};
 use uuid::Uuid;
 
-use crate::api::types::{Hibernated, Operation, Problem};
+use crate::api::types::{Ending, Hibernated, Operation, OperationKind, Problem};
 use crate::error::Failure;
-use crate::machine::hibernate::machine::Phase;
-use crate::machine::hibernate::runner::{Cancel, Told, hibernate};
-use crate::machine::hibernate::{Report, Request};
+use crate::machine::hibernate::runner::{Cancel, Told};
+use crate::machine::{hibernate, suspend};
 
 /// How often the byte counts are brought up to date. People look, nobody measures with it.
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);
@@ -20,7 +19,7 @@ const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);
 /// Cancels that may wait for their answer.
 const CANCEL_QUEUE: usize = 8;
 
-/// An operation that has been prepared: watch it, cancel it, and [`drive`](Prepared::drive) it.
+/// An operation that has been prepared: watch it, cancel it, and then do it.
 #[derive(Debug)]
 pub struct Prepared {
     document: watch::Sender<Operation>,
@@ -30,12 +29,13 @@ pub struct Prepared {
 
 impl Prepared {
     /// A new operation, not begun.
-    pub fn new() -> Self {
+    pub fn new(kind: OperationKind) -> Self {
         let (cancel, cancels) = mpsc::channel(CANCEL_QUEUE);
         let document = watch::Sender::new(Operation {
             id: Uuid::new_v4(),
+            kind,
             version: 1,
-            phase: Phase::Preflight,
+            phase: word(hibernate::machine::Phase::Preflight),
             choice: None,
             storage: None,
             done_bytes: 0,
@@ -61,7 +61,11 @@ impl Prepared {
     }
 
     /// Hibernates, publishing on the way. The document's last version holds the result or the error.
-    pub async fn drive(self, client: Client, request: Request) -> Result<Report, Failure> {
+    pub async fn hibernate(
+        self,
+        client: Client,
+        request: hibernate::Request,
+    ) -> Result<hibernate::Report, Failure> {
         let Self {
             document,
             cancels,
@@ -69,13 +73,13 @@ impl Prepared {
         } = self;
         let id = document.borrow().id;
         let told = watch::Sender::new(Told {
-            phase: Phase::Preflight,
+            phase: hibernate::machine::Phase::Preflight,
             choice: None,
             storage: None,
             progress: Arc::new(Progress::default()),
         });
         let mut news = told.subscribe();
-        let mut outcome = std::pin::pin!(hibernate(id, client, request, told, cancels));
+        let mut outcome = std::pin::pin!(hibernate::runner::hibernate(id, client, request, told, cancels));
         let outcome = loop {
             tokio::select! {
                 outcome = &mut outcome => break outcome,
@@ -85,7 +89,7 @@ impl Prepared {
             }
             let told = news.borrow_and_update().clone();
             publish(&document, |operation| {
-                operation.phase = told.phase;
+                operation.phase = word(told.phase);
                 operation.choice = told.choice;
                 operation.storage = told.storage.map(Into::into);
                 operation.done_bytes = told.progress.done().0;
@@ -94,15 +98,59 @@ impl Prepared {
         };
         drop(cancel);
         let phase = news.borrow().phase;
-        publish(&document, |operation| {
-            operation.phase = phase;
-            match &outcome {
-                Ok(report) => operation.result = Some(Hibernated::from(report.clone())),
-                Err(failure) => operation.error = Some(Problem::from(failure)),
-            }
-        });
+        let ending =
+            |report: &hibernate::Report| Ending::Hibernated(Box::new(Hibernated::from(report.clone())));
+        conclude(&document, phase, outcome.as_ref().map(ending));
         outcome
     }
+
+    /// Suspends to disk, in the same way.
+    pub async fn suspend_to_disk(
+        self,
+        client: Client,
+        request: suspend::Request,
+    ) -> Result<suspend::Report, Failure> {
+        let Self {
+            document,
+            cancels,
+            cancel,
+        } = self;
+        let told = watch::Sender::new(suspend::machine::Phase::Preflight);
+        let mut news = told.subscribe();
+        let mut outcome = std::pin::pin!(suspend::runner::suspend(client, request, told, cancels));
+        let outcome = loop {
+            tokio::select! {
+                outcome = &mut outcome => break outcome,
+                Ok(()) = news.changed() => {}
+            }
+            let phase = *news.borrow_and_update();
+            publish(&document, |operation| operation.phase = word(phase));
+        };
+        drop(cancel);
+        let phase = *news.borrow();
+        let ending = |report: &suspend::Report| Ending::SuspendedToDisk(report.clone().into());
+        conclude(&document, phase, outcome.as_ref().map(ending));
+        outcome
+    }
+}
+
+/// A phase as the world reads it.
+fn word(phase: impl std::fmt::Debug) -> String {
+    format!("{phase:?}")
+}
+
+fn conclude(
+    document: &watch::Sender<Operation>,
+    phase: impl std::fmt::Debug,
+    outcome: Result<Ending, &Failure>,
+) {
+    publish(document, |operation| {
+        operation.phase = word(phase);
+        match outcome {
+            Ok(ending) => operation.result = Some(ending),
+            Err(failure) => operation.error = Some(Problem::from(failure)),
+        }
+    });
 }
 
 /// Changes the document; a new version only where something is new.

@@ -251,7 +251,8 @@ async fn disk_findings(client: &Client, directory: &Path) -> Result<Vec<DiskFind
         .collect())
 }
 
-fn measure(memory: &Memory) -> Result<MemoryFinding, Failure> {
+/// What is known of a guest's memory, and what an image of it takes.
+pub fn measure(memory: &Memory) -> Result<MemoryFinding, Failure> {
     let refused = |error: &dyn std::error::Error| Failure::new(Code::Refused, sentence(error));
     let layout = Layout::plan(&memory.blocks).map_err(|error| refused(&error))?;
     let mut touched = Some(0);

@@ -105,10 +105,12 @@ pub fn check_same(recorded: &[Disk], present: &[Disk]) -> Result<(), Failure> {
     ))
 }
 
-/// What must not be the target of an image.
+/// What must not be the target of an image: a disk's file, or one below it.
 pub fn is_target(disk: &Disk, target: &Path) -> bool {
     let there = FileIdentity::at(target);
-    there.is_some() && there == FileIdentity::at(Path::new(&disk.file_name))
+    let below = disk.backing.iter().map(|file| &file.file_name);
+    let mut files = std::iter::once(&disk.file_name).chain(below);
+    there.is_some() && files.any(|file| there == FileIdentity::at(Path::new(file)))
 }
 
 /// How the disk is called to a person.
@@ -245,6 +247,25 @@ mod tests {
         assert_eq!(check_unchanged(std::slice::from_ref(&recorded)), Ok(()));
         fs::write(base.path(), b"more").unwrap();
         assert!(check_unchanged(&[recorded]).is_err());
+    }
+
+    #[test]
+    fn no_image_goes_to_a_disk_nor_below_it_whatever_it_is_called() {
+        let folder = tempfile::tempdir().unwrap();
+        let [overlay, base, other] = ["overlay", "base", "other"].map(|name| folder.path().join(name));
+        for file in [&overlay, &base, &other] {
+            fs::write(file, b"").unwrap();
+        }
+        let link = folder.path().join("link");
+        fs::hard_link(&base, &link).unwrap();
+        let mut disk = disk(&overlay);
+        disk.backing.push(BackingFile {
+            file_name: base.to_string_lossy().into_owned(),
+            witness: None,
+        });
+        assert!([&overlay, &base, &link].iter().all(|file| is_target(&disk, file)));
+        assert!(!is_target(&disk, &other));
+        assert!(!is_target(&disk, &folder.path().join("missing")));
     }
 
     #[test]

@@ -24,8 +24,10 @@ use crate::error::{Code, Failure};
 /// The migration mode in which QEMU hands its memory over.
 pub const CPR_MODE: &str = "cpr-transfer";
 
-/// How many channels a stream has beside its main one, unless told otherwise.
-const CHANNELS: u8 = 2;
+/// How many channels a stream has beside its main one, unless told otherwise. A disk of 2 GB/s is filled by two (1.98
+/// and 1.95 of a plain save with two and four); without a disk four bring 3.9 GB/s and two 2.5 to 2.9; on a host with
+/// other work four were faster in each of six pairs of runs (10.0: 1.19 to 1.37 GB/s against 0.99 to 1.30).
+const CHANNELS: u8 = 4;
 
 /// What is wished for.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]

@@ -1,5 +1,6 @@
 //! What a VM is, as seen from its QEMU: how it is started, what it is made of, what stands in the way.
 
+pub mod agent_socket;
 pub mod binary;
 pub mod blockers;
 pub mod command_line;

@@ -10,6 +10,7 @@ use dormouse_qmp::{Client, CommandError};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 use tokio::net::UnixStream;
+use tokio::sync::Mutex;
 use tokio::time::Instant;
 
 use crate::error::{Code, Failure};
@@ -126,11 +127,22 @@ pub async fn pass_stream(client: &Client, name: &str) -> Result<UnixStream, Fail
     UnixStream::from_std(ours).map_err(local)
 }
 
+/// Held as long as a migration mode is set that was only set for a question.
+static MODE_IN_QUESTION: Mutex<()> = Mutex::const_new(());
+
+/// Waits until no migration mode is set that was only set for a question. Whoever gave up a question and may end has to:
+/// what puts the mode back would end as well.
+pub async fn mode_put_back() {
+    drop(MODE_IN_QUESTION.lock().await);
+}
+
 /// What would stand in the way of a migration in another mode than the one that is set. Sets it for the question and puts
 /// back what was found, also when nobody waits for the answer any more.
 pub async fn blocked_reasons_in(client: &Client, mode: &'static str) -> Result<Vec<String>, Failure> {
     let client = client.clone();
+    let in_question = MODE_IN_QUESTION.lock().await;
     let asked = tokio::spawn(async move {
+        let _in_question = in_question;
         let current = client.execute(&command::query_migrate_parameters {}).await?;
         let set = async |mode: &Value| {
             let change = json!({"mode": mode});
@@ -257,4 +269,56 @@ async fn set_parameters(client: &Client, changes: Map<String, Value>) -> Result<
             .await?;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use dormouse_qmp::fake::{Answer, FakeQemu, Script};
+
+    use super::*;
+
+    #[test]
+    fn a_mode_that_was_set_for_a_question_is_put_back_though_its_asker_gave_up_and_ends() {
+        let runtime = || {
+            let mut builder = tokio::runtime::Builder::new_current_thread();
+            builder.enable_all().build().unwrap()
+        };
+        // The fake lives longer than whoever asks.
+        let other = runtime();
+        let script = Script::new()
+            .on(
+                "query-migrate-parameters",
+                Answer::returns(json!({"mode": "normal"})),
+            )
+            .on("migrate-set-parameters", Answer::returns(json!({})))
+            .on(
+                "query-migrate",
+                Answer::returns(json!({})).after(Duration::from_millis(100)),
+            );
+        let qemu = {
+            let _inside = other.enter();
+            FakeQemu::start(script).unwrap()
+        };
+        let path = qemu.path().to_owned();
+        let asking = std::thread::spawn(move || {
+            runtime().block_on(async {
+                let client = Client::connect(&path, Default::default()).await.unwrap();
+                let question = blocked_reasons_in(&client, "cpr-transfer");
+                let given_up = tokio::time::timeout(Duration::from_millis(30), question).await;
+                assert!(given_up.is_err());
+                mode_put_back().await;
+            });
+        });
+        let modes = other.block_on(async {
+            while !asking.is_finished() {
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+            let received = qemu.received().into_iter();
+            let set = received.filter(|command| command.name == "migrate-set-parameters");
+            set.map(|command| command.arguments["mode"].clone())
+                .collect::<Vec<_>>()
+        });
+        asking.join().unwrap();
+        assert_eq!(modes, [json!("cpr-transfer"), json!("normal")]);
+    }
 }

@@ -15,6 +15,7 @@ use tokio::process::{Child, Command};
 use tokio::time::Instant;
 
 use super::command_line::CommandLine;
+use super::file_identity::FileIdentity;
 use crate::error::{Code, Failure, GuestState};
 
 /// How long QEMU may take from its start to a monitor that greets. Slow disks, large preallocated RAM and devices whose
@@ -205,6 +206,19 @@ pub fn visible_command_line(pid: u32, directory: &Path) -> Result<Vec<String>, F
     Ok(arguments)
 }
 
+/// Whether the process has the file or device at `path` open, as far as its descriptors can be seen.
+pub fn has_open(pid: u32, path: &Path) -> bool {
+    let Some(wanted) = FileIdentity::at(path) else {
+        return false;
+    };
+    let descriptors = fs::read_dir(format!("/proc/{pid}/fd"));
+    descriptors
+        .into_iter()
+        .flatten()
+        .flatten()
+        .any(|descriptor| FileIdentity::at(&descriptor.path()) == Some(wanted))
+}
+
 /// The end of a process that need not be our child. Made while the process surely lives, so that a process id that is
 /// used again is not taken for it.
 #[derive(Debug)]
@@ -234,5 +248,23 @@ impl ProcessEnd {
         let limit = Timespec::try_from(limit).map_err(io::Error::other)?;
         let mut watched = [PollFd::new(process, PollFlags::IN)];
         Ok(poll(&mut watched, Some(&limit))? > 0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_process_has_open_is_seen_whatever_it_is_called() {
+        let folder = tempfile::tempdir().unwrap();
+        let [held, link, closed] = ["held", "link", "closed"].map(|name| folder.path().join(name));
+        let _open = fs::File::create(&held).unwrap();
+        fs::hard_link(&held, &link).unwrap();
+        fs::write(&closed, b"").unwrap();
+        let ours = std::process::id();
+        assert!(has_open(ours, &held) && has_open(ours, &link));
+        assert!(!has_open(ours, &closed));
+        assert!(!has_open(ours, &folder.path().join("missing")));
     }
 }

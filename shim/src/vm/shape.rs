@@ -16,7 +16,7 @@ use super::disks;
 use crate::error::Failure;
 
 /// Where QEMU keeps the devices that users make, with an id and without.
-const DEVICE_FOLDERS: [&str; 2] = ["/machine/peripheral", "/machine/peripheral-anon"];
+pub const DEVICE_FOLDERS: [&str; 2] = ["/machine/peripheral", "/machine/peripheral-anon"];
 
 /// The shape of a machine.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

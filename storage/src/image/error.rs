@@ -85,7 +85,7 @@ pub enum ImageError {
         path: PathBuf,
     },
     /// The system uses the block device.
-    #[error("{path} is in use: mounted, swap, or a part of another device", path = path.display())]
+    #[error("{path} is in use: mounted, swap, a part of another device, or a disk of a running QEMU", path = path.display())]
     DeviceInUse {
         /// The device.
         path: PathBuf,
@@ -106,11 +106,11 @@ pub enum ImageError {
         /// The limit.
         limit: u32,
     },
-    /// The seal of an image on a block device failed, and so did wiping it: what is found there the next
-    /// time may be a sealed image of a guest that runs on.
+    /// The seal of an image failed, and so did wiping it: what is found there the next time may be a sealed
+    /// image of a guest that runs on.
     #[error("could not seal the image on {path}, nor wipe it: it may be found whole there and must not be woken", path = path.display())]
     MayBeSealed {
-        /// The device.
+        /// The file or device.
         path: PathBuf,
         /// Why it could not be sealed.
         #[source]

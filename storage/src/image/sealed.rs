@@ -19,7 +19,7 @@ use crate::{ByteCount, Run};
 /// Smaller gaps are not worth a call each.
 const SMALLEST_HOLE: u64 = 32 << 10;
 
-/// Writes all that lies behind the RAM, syncs, and writes the sealed superblock.
+/// Writes all that lies behind the RAM, and syncs; tells what the superblock has to say.
 ///
 /// One data sync covers RAM and areas: it only matters that both are on the disk before the
 /// superblock says so.
@@ -57,8 +57,38 @@ pub(super) fn write_tables(
         ..begun
     };
     volume.sync_data()?;
-    volume.seal(&sealed.encode())?;
     Ok(sealed)
+}
+
+/// An image that is on the disk with all that is in it, and that nobody would take for one yet.
+///
+/// Dropped without [`CompleteImage::seal`] it leaves nothing behind.
+#[derive(Debug)]
+pub struct CompleteImage {
+    pub(super) volume: Volume,
+    /// Most that the image may need: for the message when there is no room.
+    pub(super) bound: ByteCount,
+    pub(super) table: ChunkTable,
+    pub(super) superblock: Superblock,
+}
+
+impl CompleteImage {
+    /// Makes it an image: the sealed superblock; sync; rename; sync of the folder. Short, because nothing else
+    /// is left to sync. After `Ok` the image is the guest.
+    ///
+    /// # Errors
+    ///
+    /// [`ImageError::TargetExists`] if somebody took the name meanwhile; [`ImageError::MayBeSealed`];
+    /// [`ImageError::NoSpace`] and [`ImageError::Io`] from the disk. On any error but `MayBeSealed` there is no
+    /// image.
+    pub fn seal(self) -> Result<SealedImage, ImageError> {
+        self.volume
+            .seal(&self.superblock.encode())
+            .map_err(|source| self.volume.failed("seal", self.bound, source))?;
+        let published = self.volume.publish()?;
+        tracing::debug!(path = %published.path().display(), id = %self.superblock.id, "image sealed");
+        Ok(SealedImage::of(published, &self.table, self.superblock))
+    }
 }
 
 /// An image that is whole and has its name. It stays locked until this is dropped.

@@ -27,7 +27,7 @@ use super::compression::Compression;
 use super::key::ImageKey;
 use super::manifest::{MANIFEST_LIMIT, Manifest};
 use super::received::Received;
-use super::sealed::{SealedImage, write_tables};
+use super::sealed::{CompleteImage, SealedImage, write_tables};
 use super::workers::for_each_chunk;
 use super::{ImageError, Layout, Mismatch};
 use crate::incoming::Incoming;
@@ -274,7 +274,22 @@ impl ImageWriter {
     /// [`ImageError::ManifestTooLong`]; [`ImageError::TargetExists`] if somebody took the name
     /// meanwhile; [`ImageError::NoSpace`] and [`ImageError::Io`] from the disk. On any error there
     /// is no image.
-    pub fn seal(mut self, manifest: &Manifest, recording: &Recording) -> Result<SealedImage, ImageError> {
+    pub fn seal(self, manifest: &Manifest, recording: &Recording) -> Result<SealedImage, ImageError> {
+        self.complete(manifest, recording)?.seal()
+    }
+
+    /// The part of [`ImageWriter::seal`] that takes time: writes chunk table, device state and manifest, and brings
+    /// everything to the disk. Nobody finds the image yet; dropped, the result leaves nothing behind, as the
+    /// writer does.
+    ///
+    /// # Errors
+    ///
+    /// As those of [`ImageWriter::seal`].
+    pub fn complete(
+        mut self,
+        manifest: &Manifest,
+        recording: &Recording,
+    ) -> Result<CompleteImage, ImageError> {
         self.check_whole(recording)?;
         let manifest = serde_json::to_vec(manifest)
             .map_err(|source| ImageError::io("describe", self.volume.path(), io::Error::other(source)))?;
@@ -299,10 +314,13 @@ impl ImageWriter {
             &manifest,
             self.codec.cipher(),
         )
-        .map_err(|source| self.failed("seal", source))?;
-        let published = self.volume.publish()?;
-        tracing::debug!(path = %published.path().display(), id = %sealed.id, "image sealed");
-        Ok(SealedImage::of(published, &table, sealed))
+        .map_err(|source| self.failed("complete", source))?;
+        Ok(CompleteImage {
+            volume: self.volume,
+            bound: self.bound,
+            table,
+            superblock: sealed,
+        })
     }
 
     fn block_to_write(&mut self, name: &str, found: ByteCount) -> Result<usize, ImageError> {

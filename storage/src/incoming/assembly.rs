@@ -11,8 +11,10 @@
 //!
 //! * A chunk is put once, by the thread that completes it. Of every page of every block it is known
 //!   in one bit whether it came; at the end all must have, and none twice (but for echoes).
-//! * A chunk of zero pages only takes no buffer. At most [`OPEN_LIMIT`] chunks are open, and what one
-//!   packet touches more (128, all in chunks of their own): 192 MiB, seldom more than a few.
+//! * A chunk of zero pages only takes no buffer. Seldom more than a few chunks are open; more than [`OPEN_LIMIT`]
+//!   only as far as the channel furthest behind needs it, and more than [`MOST_OPEN`] (1 GiB) are refused. It takes
+//!   packets of which each page is in a chunk of its own to come near: some of them, up to 128 chunks each, are
+//!   always too new to have been passed.
 //! * No thread waits for what can only come after it: see below.
 //!
 //! # When zero pages come late
@@ -59,6 +61,9 @@ use crate::{ByteCount, Progress};
 /// zero page in every MiB it takes all of these, and some of its chunks are presumed; that costs
 /// nothing but the memory.
 pub(super) const OPEN_LIMIT: usize = 64;
+
+/// How many chunks may be open at all.
+pub(super) const MOST_OPEN: usize = 1024;
 
 /// All of a guest's memory on its way from pages to chunks, shared by all threads.
 pub(super) struct Assembly<'a, S: ChunkSink> {
@@ -401,6 +406,9 @@ impl<'a, S: ChunkSink> Feeder<'a, S> {
                 if !self.may_exceed(&state) {
                     state = assembly.wait(state)?;
                     continue;
+                }
+                if state.open.len() + missing > MOST_OPEN {
+                    return Err(IncomingError::Scattered { limit: MOST_OPEN }.into());
                 }
             }
             if self.spare.len() < missing {

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
 
-use super::assembly::OPEN_LIMIT;
+use super::assembly::{MOST_OPEN, OPEN_LIMIT};
 use super::page_set::CHUNK_BYTES;
 use super::*;
 use crate::migration::{PAGE_BYTES, StreamError};
@@ -57,7 +57,10 @@ impl ChunkSink for Memory {
         let now = self.buffers.fetch_add(1, Ordering::Relaxed) + 1;
         self.most_buffers.fetch_max(now, Ordering::Relaxed);
         let mut buffer = AlignedBuf::zeroed(CHUNK_BYTES as usize);
-        buffer.fill(0xa5);
+        // What is not touched takes no memory of the test's.
+        if now <= 2 * OPEN_LIMIT {
+            buffer.fill(0xa5);
+        }
         buffer
     }
 
@@ -511,6 +514,46 @@ fn a_presumed_page_that_is_data_after_all_fails_the_save() {
     assert!(
         matches!(error.map(drop), Err(ImageError::Incoming(IncomingError::Late { offset, .. })) if offset == 128 * PAGE)
     );
+}
+
+/// Packets of which each page is in a chunk of its own, over one channel, and nothing else.
+fn scattered(chunks: u64, ends_round: bool) -> (Result<(), ImageError>, usize) {
+    let layout = layout(&[chunks * 256]);
+    let content = [9; PAGE_BYTES];
+    let mut channel = opening(0);
+    for number in 0..chunks / 128 {
+        let data: Vec<_> = (0..128)
+            .map(|page| ((number * 128 + page) * 256, &content[..]))
+            .collect();
+        let mut packet = packet(number + 1, 0, &data, &[]);
+        packet[11] = ends_round.into();
+        channel.extend(packet);
+    }
+    let connections = vec![vec![MainStream::of(&layout).end()], vec![channel]];
+    let (result, memory, _) = receive_pieces(&layout, connections);
+    (result.map(drop), memory.most_buffers.into_inner())
+}
+
+#[test]
+fn packets_that_touch_a_chunk_with_each_page_do_not_take_unbounded_memory() {
+    let (result, most) = scattered(MOST_OPEN as u64 + 256, false);
+    assert!(matches!(
+        result,
+        Err(ImageError::Mismatch {
+            mismatch: Mismatch::PagesMissing { .. },
+            ..
+        })
+    ));
+    assert!(most <= MOST_OPEN, "{most} buffers");
+    // Nothing tells how far the channel is.
+    let (result, most) = scattered(MOST_OPEN as u64 + 256, true);
+    assert!(matches!(
+        result,
+        Err(ImageError::Incoming(IncomingError::Scattered {
+            limit: MOST_OPEN
+        }))
+    ));
+    assert!(most <= MOST_OPEN, "{most} buffers");
 }
 
 #[test]

@@ -33,6 +33,25 @@ pub(crate) fn is_read_only(device: &File) -> io::Result<bool> {
     Ok(read_only != 0)
 }
 
+/// Whether somebody else holds a record lock on the device. QEMU has some on each disk that it uses; it makes no claim
+/// of its own on a device.
+pub(crate) fn is_record_locked(device: &File) -> io::Result<bool> {
+    let mut lock = libc::flock {
+        l_type: libc::F_WRLCK as libc::c_short,
+        l_whence: libc::SEEK_SET as libc::c_short,
+        l_start: 0,
+        // To the end, wherever that is.
+        l_len: 0,
+        l_pid: 0,
+    };
+    // SAFETY: F_OFD_GETLK reads and writes one `flock` at the address, which is that of a live one.
+    let result = unsafe { libc::fcntl(device.as_raw_fd(), libc::F_OFD_GETLK, &raw mut lock) };
+    if result == -1 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(libc::c_int::from(lock.l_type) != libc::F_UNLCK)
+}
+
 /// `_IO(0x12, 94)`, which libc does not have.
 const BLKROGET: libc::Ioctl = 0x125e;
 

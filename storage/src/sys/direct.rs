@@ -77,6 +77,12 @@ impl DirectFile {
         })
     }
 
+    /// What a transfer does that the file system refuses, for tests of those at the same time.
+    #[cfg(test)]
+    pub(super) fn refuse(&self) {
+        self.refused.store(true, Ordering::Relaxed);
+    }
+
     /// A file that is nothing of the kind, for tests of what is done with one.
     #[cfg(test)]
     pub(super) fn taken_for_direct(file: File) -> Self {
@@ -93,12 +99,10 @@ impl DirectFile {
         self.direct.is_some() && !self.refused.load(Ordering::Relaxed)
     }
 
-    /// The direct descriptor, open for as long as `self` lives, while it may be used.
+    /// The direct descriptor, open for as long as `self` lives, if there is one. It stays good for a try after
+    /// another thread's transfer was refused, which can be at any moment: this one is refused like it then.
     pub(super) fn direct_fd(&self) -> Option<RawFd> {
-        self.direct
-            .as_ref()
-            .filter(|_| self.is_direct())
-            .map(AsRawFd::as_raw_fd)
+        self.direct.as_ref().map(AsRawFd::as_raw_fd)
     }
 
     /// Writes all of `bytes` at `offset`.

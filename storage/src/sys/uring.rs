@@ -83,7 +83,7 @@ impl Ring {
         self.in_flight.iter().all(Option::is_some)
     }
 
-    /// Begins a write; the ring must not be full and the file must be direct.
+    /// Begins a write; the ring must not be full and the file must be direct, or have been a moment ago.
     ///
     /// # Errors
     ///
@@ -365,6 +365,19 @@ mod tests {
         }
         assert_eq!(read(&file, 0, 100), [3; 100]);
         assert!(direct.is_direct(), "one odd length says nothing of the others");
+    }
+
+    #[test]
+    fn a_write_that_begins_as_another_threads_is_refused_is_written_all_the_same() {
+        let folder = tempfile::tempdir().unwrap();
+        let (file, direct) = file_in(folder.path());
+        let mut ring = Ring::new(Arc::clone(&direct), 1).unwrap();
+        direct.refuse();
+        ring.begin(Source::Buffer(buffer(3), PART), 0).unwrap();
+        for written in ring.reap(1).unwrap() {
+            written.result.unwrap();
+        }
+        assert_eq!(read(&file, 0, PART), [3; PART]);
     }
 
     #[test]

@@ -38,7 +38,7 @@
 //! What is overwritten is gone from the beginning on, not only from the seal on as it is with files.
 //!
 //! A device on which neither the seal nor the wipe worked is told as [`ImageError::MayBeSealed`]. One
-//! that is in use (mounted, swap, part of another device, or held by another Dormouse), read-only
+//! that is in use (mounted, swap, part of another device, a running QEMU's disk, or held by another Dormouse), read-only
 //! or of larger sectors than 4096 bytes is refused in any case.
 
 use std::fs::File;
@@ -86,6 +86,11 @@ impl DeviceInWriting {
         }
         if block_device::is_read_only(&file).map_err(failed)? {
             return Err(ImageError::ReadOnly {
+                path: path.to_owned(),
+            });
+        }
+        if block_device::is_record_locked(&file).map_err(failed)? {
+            return Err(ImageError::DeviceInUse {
                 path: path.to_owned(),
             });
         }

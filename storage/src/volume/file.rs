@@ -19,6 +19,7 @@ use rustix::fs::{AtFlags, CWD, FallocateFlags, RenameFlags};
 use rustix::io::Errno;
 use uuid::Uuid;
 
+use super::block_device::wipe;
 use super::hold::{leads_to, lock, open_held};
 use crate::ByteCount;
 use crate::image::reader::read_superblocks;
@@ -126,19 +127,33 @@ impl PartialFile {
         // What the partial name leads to now, if it is there still, goes when `self` is dropped.
         self.partial = left != Left::Nothing;
         if let Err(source) = folder.sync_all() {
-            // Nobody may find an image that its maker does not vouch for: the guest is about to run
-            // on. An old image that cannot have its name back keeps the partial one.
-            let _ = match left {
-                Left::Replaced => {
-                    self.partial = false;
-                    fs::rename(&self.path, &self.target)
-                }
-                Left::Nothing | Left::Link => fs::remove_file(&self.target),
-            };
-            let _ = folder.sync_all();
+            if left == Left::Replaced {
+                self.partial = false;
+            }
+            if !self.withdraw(left, &folder) {
+                return Err(ImageError::MayBeSealed {
+                    path: self.target.clone(),
+                    source,
+                });
+            }
             return Err(ImageError::io("make durable the name of", &self.target, source));
         }
         Ok(keep)
+    }
+
+    /// Takes back a sealed image whose name is not durable; tells whether that is.
+    ///
+    /// Nobody may find an image that its maker does not vouch for: the guest is about to run on. Whoever
+    /// fails to make a name durable is likely to fail with its removal too, so the image itself is made none as
+    /// well. An old image that cannot have its name back keeps the partial one.
+    fn withdraw(&self, left: Left, folder: &File) -> bool {
+        let wiped = wipe(&self.file, 0);
+        let unnamed = match left {
+            Left::Replaced => fs::rename(&self.path, &self.target),
+            Left::Nothing | Left::Link => fs::remove_file(&self.target),
+        }
+        .and_then(|()| folder.sync_all());
+        wiped.is_ok() || unnamed.is_ok()
     }
 
     fn take_free_name(&self) -> Result<Left, ImageError> {
@@ -266,4 +281,42 @@ fn lock_target(target: &Path, replace: bool) -> Result<Option<File>, ImageError>
 
 fn rename(from: &Path, to: &Path, flags: RenameFlags) -> rustix::io::Result<()> {
     rustix::fs::renameat_with(CWD, from, CWD, to, flags)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A file at its target, of which `file` is the hold.
+    fn published(target: &Path, file: File) -> PartialFile {
+        PartialFile {
+            file,
+            path: target.with_extension("partial"),
+            target: target.to_owned(),
+            folder: PathBuf::from("/"),
+            replaced: None,
+            partial: false,
+        }
+    }
+
+    #[test]
+    fn an_image_whose_name_cannot_be_made_durable_is_none_and_told_if_it_may_be_one() {
+        let folder = tempfile::tempdir().unwrap();
+        let target = folder.path().join("image");
+        fs::write(&target, [7; 2 * COPY_BYTES]).unwrap();
+        let link = folder.path().join("link");
+        fs::hard_link(&target, &link).unwrap();
+        // Not to be synced, as a folder on a file system that is read-only after an error.
+        let broken_folder = File::open("/dev/null").unwrap();
+        broken_folder.sync_all().unwrap_err();
+
+        let read_only = published(&target, File::open(&target).unwrap());
+        assert!(!read_only.withdraw(Left::Nothing, &broken_folder));
+        assert_eq!(fs::read(&link).unwrap(), [7; 2 * COPY_BYTES]);
+
+        let file = OpenOptions::new().write(true).open(&link).unwrap();
+        let writable = published(&target, file);
+        assert!(writable.withdraw(Left::Nothing, &broken_folder));
+        assert_eq!(fs::read(&link).unwrap(), [0; 2 * COPY_BYTES]);
+    }
 }

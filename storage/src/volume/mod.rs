@@ -194,7 +194,7 @@ impl Volume {
     /// # Errors
     ///
     /// [`ImageError::TargetExists`] if somebody took the name meanwhile, [`ImageError::Io`] if the
-    /// system refuses; there is no image then.
+    /// system refuses; there is no image then. [`ImageError::MayBeSealed`] if there may be one.
     pub(crate) fn publish(self) -> Result<Published, ImageError> {
         let kind = self.kind();
         let (file, path) = match self.place {
@@ -241,7 +241,7 @@ impl Volume {
         }
     }
 
-    fn available(&self) -> Result<Option<ByteCount>, ImageError> {
+    pub(crate) fn available(&self) -> Result<Option<ByteCount>, ImageError> {
         match &self.place {
             Place::File(partial) => partial.available(),
             Place::BlockDevice(device) => Ok(Some(device.length())),

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use rustix::fs::FallocateFlags;
 use rustix::io::Errno;
 
-use super::{VolumeKind, block_device};
+use super::{VolumeKind, block_device, leads_to};
 use crate::image::ImageError;
 use crate::sys::{self, AlignedBuf, DirectFile};
 use crate::{ByteCount, Run};
@@ -123,12 +123,18 @@ impl Published {
 
 /// Removes an image that is held, so that it is not found again even after a crash: a file loses its
 /// name, a device has both copies of the superblock wiped, first the one that is named.
+///
+/// A lock keeps others of us from the file and nobody from its name: somebody may have moved the image, and
+/// another one may have the name by now, which is the only copy of its guest. So a file that is not
+/// found under its name any more is wiped like a device, and what has its name stays.
 pub(crate) fn remove(held: &File, path: &Path, first: usize) -> Result<(), ImageError> {
     let failed = |source| ImageError::io("remove", path, source);
     let kind = held.metadata().map_err(failed)?.file_type();
-    if kind.is_block_device() {
+    if kind.is_block_device() || !leads_to(path, held) {
         return block_device::wipe(held, first).map_err(failed);
     }
+    // What was named may be a link to it.
+    let path = &std::fs::canonicalize(path).map_err(failed)?;
     std::fs::remove_file(path)
         .and_then(|()| sync_name(held, path))
         .map_err(failed)

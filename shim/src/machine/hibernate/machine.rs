@@ -10,16 +10,22 @@
 //! # States
 //!
 //! ```text
-//! Preflight ─► Reserving ─► Pausing ─► SavingDevices ─► SavingMemory ─► Sealing ─► Terminating ─► Hibernated
-//!     │            │           │             │               │            │             │
-//!     └─ failed ───┘           └──── failed, cancelled, guest ran ────────┘             └─ failed ─► Uncertain
-//!           │                                  ▼
-//!           ▼                            RollingBack ─ failed ─► Uncertain
-//!         Failed ◄──────────────────────────── ┘
+//! Preflight ─► Reserving ─► Pausing ─► SavingDevices ─► SavingMemory ─► Syncing ─► Sealing ─► Terminating ─► Hibernated
+//!     │            │           │             │               │            │          │             │
+//!     └─ failed, ──┘           └─── failed, cancelled, out of time, guest ran ───────┘             └─ failed ─► Uncertain
+//!      cancelled,                              ▼
+//!      out of time                       RollingBack ─ failed ─► Uncertain
+//!           └─────────► Failed ◄───────────────┘
 //! ```
+//!
+//! The seal itself can fail but is not cancelled: nobody could tell whether it came about. It is short, because
+//! everything that takes time was synced before.
 //!
 //! An effect that is under way when a cancel arrives is told to stop ([`Effect::Interrupt`]); the machine then waits
 //! for its end, whichever it is, before it rolls back. So at no instant do two effects touch the guest.
+
+use std::fmt;
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
@@ -38,7 +44,9 @@ pub enum Phase {
     SavingDevices,
     /// Writing RAM.
     SavingMemory,
-    /// Making the image durable and valid.
+    /// Writing what follows RAM, and bringing all of it to the disk.
+    Syncing,
+    /// Making the image valid.
     Sealing,
     /// The image is the guest; QEMU is ended.
     Terminating,
@@ -66,8 +74,36 @@ pub enum Input {
     Failed(Failure),
     /// Somebody wants the guest back.
     CancelRequested,
+    /// It takes longer than it may.
+    OutOfTime(Limit),
     /// Somebody else made the guest run.
     GuestRan,
+}
+
+/// How long a hibernation may take.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Limit {
+    /// From its beginning to the seal.
+    Total(Duration),
+    /// Without any progress.
+    Stall(Duration),
+}
+
+impl fmt::Display for Limit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Total(limit) => write!(
+                f,
+                "the hibernation took longer than {}",
+                humantime::format_duration(*limit)
+            ),
+            Self::Stall(limit) => write!(
+                f,
+                "the hibernation made no progress for {}",
+                humantime::format_duration(*limit)
+            ),
+        }
+    }
 }
 
 /// What to do next. One at a time, but for `Interrupt`, which speaks of the one under way.
@@ -83,7 +119,9 @@ pub enum Effect {
     SaveDevices,
     /// Write RAM.
     SaveMemory,
-    /// Sync, write the tables, publish.
+    /// Write the tables, and sync.
+    Sync,
+    /// Publish what was synced.
     Seal,
     /// End QEMU and wait until it is gone.
     Terminate,
@@ -169,7 +207,8 @@ impl Machine {
             | Phase::Reserving
             | Phase::Pausing
             | Phase::SavingDevices
-            | Phase::SavingMemory => {
+            | Phase::SavingMemory
+            | Phase::Syncing => {
                 if self.failure.is_none() {
                     CancelAnswer::Accepted
                 } else {
@@ -187,7 +226,11 @@ impl Machine {
             // What belongs to no effect under way is stray, and means nothing.
             _ if self.is_over() => None,
             Input::PreflightPassed { .. } if self.phase != Phase::Preflight => None,
-            Input::CancelRequested => self.cancelled(),
+            Input::CancelRequested => {
+                self.interrupted(|| Failure::new(Code::Cancelled, "cancelled on request"))
+            }
+            Input::OutOfTime(limit) => self
+                .interrupted(|| Failure::new(Code::TimedOut, format!("{limit}; the guest was given back"))),
             Input::GuestRan => self.guest_ran(),
             Input::Failed(failure) => self.failed(failure),
             Input::PreflightPassed { running } => {
@@ -208,7 +251,8 @@ impl Machine {
             Phase::Reserving => (Phase::Pausing, Some(Effect::Pause)),
             Phase::Pausing => (Phase::SavingDevices, Some(Effect::SaveDevices)),
             Phase::SavingDevices => (Phase::SavingMemory, Some(Effect::SaveMemory)),
-            Phase::SavingMemory => (Phase::Sealing, Some(Effect::Seal)),
+            Phase::SavingMemory => (Phase::Syncing, Some(Effect::Sync)),
+            Phase::Syncing => (Phase::Sealing, Some(Effect::Seal)),
             Phase::Sealing => (Phase::Terminating, Some(Effect::Terminate)),
             Phase::Terminating => (Phase::Hibernated, None),
             Phase::RollingBack => (Phase::Failed, None),
@@ -252,9 +296,9 @@ impl Machine {
         }
     }
 
-    fn cancelled(&mut self) -> Option<Effect> {
+    fn interrupted(&mut self, why: impl FnOnce() -> Failure) -> Option<Effect> {
         (self.answer_to_cancel() == CancelAnswer::Accepted).then(|| {
-            self.failure = Some(Failure::new(Code::Cancelled, "cancelled on request"));
+            self.failure = Some(why());
             Effect::Interrupt
         })
     }
@@ -262,7 +306,7 @@ impl Machine {
     fn guest_ran(&mut self) -> Option<Effect> {
         let fragile = matches!(
             self.phase,
-            Phase::SavingDevices | Phase::SavingMemory | Phase::Sealing
+            Phase::SavingDevices | Phase::SavingMemory | Phase::Syncing | Phase::Sealing
         );
         if !fragile {
             return None;
@@ -301,12 +345,13 @@ impl PartialOrd for Phase {
 mod tests {
     use super::*;
 
-    const FORWARD: [(Phase, Effect); 7] = [
+    const FORWARD: [(Phase, Effect); 8] = [
         (Phase::Preflight, Effect::Preflight),
         (Phase::Reserving, Effect::Reserve),
         (Phase::Pausing, Effect::Pause),
         (Phase::SavingDevices, Effect::SaveDevices),
         (Phase::SavingMemory, Effect::SaveMemory),
+        (Phase::Syncing, Effect::Sync),
         (Phase::Sealing, Effect::Seal),
         (Phase::Terminating, Effect::Terminate),
     ];
@@ -358,6 +403,7 @@ mod tests {
             Phase::Pausing,
             Phase::SavingDevices,
             Phase::SavingMemory,
+            Phase::Syncing,
             Phase::Sealing,
         ] {
             for (running, as_it_was) in [(true, GiveBack::Running), (false, GiveBack::Paused)] {
@@ -383,7 +429,12 @@ mod tests {
 
     #[test]
     fn a_cancel_interrupts_the_effect_and_waits_for_its_end() {
-        for phase in [Phase::Pausing, Phase::SavingDevices, Phase::SavingMemory] {
+        for phase in [
+            Phase::Pausing,
+            Phase::SavingDevices,
+            Phase::SavingMemory,
+            Phase::Syncing,
+        ] {
             for end in [Input::Done, Input::Failed(broken())] {
                 let mut machine = machine_in(phase, true);
                 assert_eq!(machine.step(Input::CancelRequested), Some(Effect::Interrupt));
@@ -392,6 +443,35 @@ mod tests {
                 machine.step(Input::Done);
                 assert_eq!(machine.failure().unwrap().code, Code::Cancelled);
             }
+        }
+    }
+
+    #[test]
+    fn what_takes_too_long_is_given_up_as_on_a_cancel_and_told_as_a_timeout() {
+        for (phase, effect) in &FORWARD[..6] {
+            let mut machine = machine_in(*phase, true);
+            let limit = Limit::Total(Duration::from_secs(90));
+            assert_eq!(
+                machine.step(Input::OutOfTime(limit)),
+                Some(Effect::Interrupt),
+                "{effect:?}"
+            );
+            // A second limit, or a cancel, changes nothing.
+            assert_eq!(
+                machine.step(Input::OutOfTime(Limit::Stall(Duration::from_secs(1)))),
+                None
+            );
+            assert_eq!(machine.step(Input::CancelRequested), None);
+            machine.step(Input::Failed(broken()));
+            machine.step(Input::Done);
+            let failure = machine.failure().unwrap();
+            assert_eq!(failure.code, Code::TimedOut, "{phase:?}");
+            assert!(failure.message.contains("1m 30s"), "{failure}");
+        }
+        for phase in [Phase::Sealing, Phase::Terminating] {
+            let mut machine = machine_in(phase, true);
+            assert_eq!(machine.step(Input::OutOfTime(Limit::Total(Duration::ZERO))), None);
+            assert_eq!(machine.failure, None);
         }
     }
 
@@ -441,19 +521,21 @@ mod tests {
 
     #[test]
     fn no_sequence_of_inputs_ends_qemu_without_a_seal_or_runs_the_guest_after_it() {
-        // Every sequence of eight inputs out of six: few enough to try them all.
+        // Every sequence of nine inputs out of five, behind a preflight that passed: few enough to try them all.
         let inputs = [
-            Input::PreflightPassed { running: true },
-            Input::PreflightPassed { running: false },
             Input::Done,
             Input::Failed(broken()),
             Input::CancelRequested,
+            Input::OutOfTime(Limit::Total(Duration::ZERO)),
             Input::GuestRan,
         ];
-        for sequence in 0..inputs.len().pow(8) {
+        for sequence in 0..inputs.len().pow(9) {
             let (mut machine, _) = Machine::begin();
+            machine.step(Input::PreflightPassed {
+                running: sequence % 2 == 0,
+            });
             let (mut sealed, mut rest) = (false, sequence);
-            for _ in 0..8 {
+            for _ in 0..9 {
                 let input = inputs[rest % inputs.len()].clone();
                 rest /= inputs.len();
                 let seals =

@@ -2,6 +2,9 @@
 
 pub mod direct;
 pub mod ending;
+pub mod forecast;
+pub mod give_back;
+pub mod limits;
 pub mod machine;
 pub mod plan;
 pub mod runner;
@@ -14,6 +17,7 @@ use uuid::Uuid;
 
 use crate::vm::engine::{Choice, Wish};
 use crate::vm::shape::Shape;
+use limits::Limits;
 
 /// What is asked for.
 #[derive(Debug, Clone)]
@@ -32,6 +36,8 @@ pub struct Request {
     pub monitor: PathBuf,
     /// Where operations are written down.
     pub operations: PathBuf,
+    /// How long it may take.
+    pub limits: Limits,
     /// The name of the VM, for the image's manifest.
     pub vm_name: String,
     /// QEMU's command line as the user gave it; `None`: take what QEMU's process shows.

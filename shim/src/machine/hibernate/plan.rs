@@ -115,6 +115,17 @@ async fn examine(client: &Client, request: &Request, running: bool) -> Result<Pl
             ),
         ));
     }
+    // A device is written over where it is, unlike a file, which leaves what QEMU has open alone: it may be a part of a
+    // disk that no name tells, or the image that a guest's memory is mapped from and whose supervisor is gone.
+    if is_block_device(&request.target) && process::has_open(pid, &request.target) {
+        return Err(Failure::new(
+            Code::Refused,
+            format!(
+                "QEMU's process {pid} has {} open: the guest uses it, as a disk or as memory",
+                request.target.display()
+            ),
+        ));
+    }
     let layout =
         Layout::plan(&memory.blocks).map_err(|error| Failure::new(Code::Refused, sentence(&error)))?;
     let machine = machine_property(client, "type").await?.unwrap_or_default();
@@ -193,6 +204,10 @@ fn check_target(target: &Path, replace: bool) -> Result<(), Failure> {
         )),
         _ => Ok(()),
     }
+}
+
+fn is_block_device(target: &Path) -> bool {
+    fs::metadata(target).is_ok_and(|found| found.file_type().is_block_device())
 }
 
 /// Only a guest that runs or is paused can be woken the way it was.

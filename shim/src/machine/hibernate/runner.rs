@@ -15,7 +15,8 @@ use dormouse_qmp::view::machine::RunState;
 use dormouse_qmp::{Client, Events, Heard, command};
 use dormouse_storage::image::manifest::{Backend, Guest, GuestState as SavedState, Manifest, RamBlock};
 use dormouse_storage::{
-    CreateOptions, ImageWriter, MemoryWritten, Progress, Recording, Run, SealedImage, WORKER_THREADS,
+    CompleteImage, CreateOptions, ImageWriter, MemoryWritten, Progress, Recording, Run, SealedImage,
+    WORKER_THREADS,
 };
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::JoinHandle;
@@ -23,7 +24,9 @@ use tokio::time::Instant;
 use uuid::Uuid;
 
 use super::direct::{self, Source};
-use super::ending::{ROLL_BACK_TIMEOUT, end_qemu, give_guest_back};
+use super::ending::end_qemu;
+use super::give_back::{TIMEOUT, give_guest_back};
+use super::limits::Watchdog;
 use super::machine::{CancelAnswer, Effect, GiveBack, Input, Machine, Phase};
 use super::plan::{Plan, preflight};
 use super::{Report, Request, Storage, stream};
@@ -45,6 +48,9 @@ const STOP_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// How long a rollback waits for storage to let go of a partial image.
 const REMOVE_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// How often it is looked whether the hibernation takes too long.
+const LOOK_EVERY: Duration = Duration::from_millis(100);
 
 /// What a hibernation tells while it runs.
 #[derive(Debug, Clone)]
@@ -71,8 +77,15 @@ pub async fn hibernate(
     mut cancels: mpsc::Receiver<Cancel>,
 ) -> Result<Report, Failure> {
     let progress = Arc::clone(&told.borrow().progress);
-    let mut work = Work::new(operation, client.clone(), request, progress, told.clone());
+    let mut work = Work::new(
+        operation,
+        client.clone(),
+        request,
+        Arc::clone(&progress),
+        told.clone(),
+    );
     let (mut machine, first) = Machine::begin();
+    let mut watchdog = Watchdog::new(work.request.limits, Instant::now());
     let mut next = Some(first);
     while let Some(effect) = next {
         told.send_modify(|told| told.phase = machine.phase());
@@ -91,6 +104,12 @@ pub async fn hibernate(
                         Input::CancelRequested
                     }
                     () = Work::resume_heard(&mut resumed) => Input::GuestRan,
+                    () = tokio::time::sleep(LOOK_EVERY) => {
+                        let Some(limit) = watchdog.look(Instant::now(), machine.phase(), progress.done()) else {
+                            continue;
+                        };
+                        Input::OutOfTime(limit)
+                    }
                 };
                 if machine.step(news) == Some(Effect::Interrupt) {
                     interrupt.raise();
@@ -141,6 +160,7 @@ struct Work {
     connections: Vec<UnixStream>,
     storage: Option<Storage>,
     written: MemoryWritten,
+    complete: Option<CompleteImage>,
     sealed: Option<SealedImage>,
     /// Threads that write an image that nobody wants any more; they end when the storage lets them.
     abandoned: Option<JoinHandle<()>>,
@@ -174,6 +194,7 @@ impl Work {
             connections: Vec::new(),
             storage: None,
             written: MemoryWritten::default(),
+            complete: None,
             sealed: None,
             abandoned: None,
             paused_at: None,
@@ -185,12 +206,18 @@ impl Work {
     async fn perform(&mut self, effect: Effect, was_running: bool) -> Input {
         let interrupt = self.interrupt.clone();
         let outcome = match effect {
-            Effect::Preflight => interrupt.or(self.preflight()).await,
+            Effect::Preflight => {
+                let outcome = interrupt.or(self.preflight()).await;
+                // A preflight that was interrupted in the middle of a question.
+                monitor::mode_put_back().await;
+                outcome
+            }
             Effect::Reserve => self.reserve().await,
             Effect::Pause => self.pause(was_running).await,
             Effect::SaveDevices => self.save_devices().await,
             Effect::SaveMemory => self.save_memory().await,
-            Effect::Seal => self.seal(was_running).await,
+            Effect::Sync => self.sync(was_running).await,
+            Effect::Seal => self.seal().await,
             Effect::Terminate => self.terminate().await,
             Effect::RollBack(give_back) => self.roll_back(give_back).await,
             Effect::Interrupt => Ok(()),
@@ -206,8 +233,11 @@ impl Work {
 
     /// From the pause on a guest that runs is a guest whose image is worthless.
     fn watch_for_resume(&self, effect: Effect) -> Option<Events> {
-        matches!(effect, Effect::SaveDevices | Effect::SaveMemory | Effect::Seal)
-            .then(|| self.client.events())
+        matches!(
+            effect,
+            Effect::SaveDevices | Effect::SaveMemory | Effect::Sync | Effect::Seal
+        )
+        .then(|| self.client.events())
     }
 
     /// Waits for a RESUME event. What events may miss is found by the check of the run state before the seal.
@@ -242,7 +272,7 @@ impl Work {
         self.begin_journal(&plan, settings).await?;
         let (target, replace, image_id) = (self.request.target.clone(), self.request.replace, self.image_id);
         let image = self.request.image.clone();
-        let writer = blocking(move || {
+        let mut task = tokio::task::spawn_blocking(move || {
             let options = CreateOptions {
                 replace,
                 image_id,
@@ -254,8 +284,12 @@ impl Work {
             let mut writer = ImageWriter::create(&target, plan.layout.clone(), options)?;
             writer.reserve(DEVICE_STATE_BOUND)?;
             Ok(writer)
-        })
-        .await?;
+        });
+        let outcome = self.interrupt.or(joined(&mut task)).await;
+        if !task.is_finished() {
+            self.abandoned = Some(tokio::spawn(async { drop(task.await) }));
+        }
+        let writer = outcome?;
         self.note_storage(&writer);
         self.writer = Some(writer);
         Ok(())
@@ -378,12 +412,24 @@ impl Work {
         Ok(())
     }
 
-    async fn seal(&mut self, was_running: bool) -> Result<(), Failure> {
-        still_stopped(&monitor::run_state(&self.client).await?)?;
-        let manifest = self.manifest(was_running).await?;
+    async fn sync(&mut self, was_running: bool) -> Result<(), Failure> {
+        let manifest = self.interrupt.or(self.manifest(was_running)).await?;
         let writer = self.writer.take().ok_or_else(out_of_order)?;
         let recording = self.recording.take().ok_or_else(out_of_order)?;
-        self.sealed = Some(blocking(move || Ok(writer.seal(&manifest, &recording)?)).await?);
+        let mut task = tokio::task::spawn_blocking(move || Ok(writer.complete(&manifest, &recording)?));
+        let outcome = self.interrupt.or(joined(&mut task)).await;
+        if !task.is_finished() {
+            // Storage that hangs is left to itself: what comes of it is dropped, and was no image.
+            self.abandoned = Some(tokio::spawn(async { drop(task.await) }));
+        }
+        self.complete = Some(outcome?);
+        Ok(())
+    }
+
+    async fn seal(&mut self) -> Result<(), Failure> {
+        still_stopped(&monitor::run_state(&self.client).await?)?;
+        let complete = self.complete.take().ok_or_else(out_of_order)?;
+        self.sealed = Some(blocking(move || Ok(complete.seal()?)).await?);
         self.pause_ms = self
             .paused_at
             .map(|at| milliseconds(at.elapsed()))
@@ -425,24 +471,18 @@ impl Work {
             blocking(move || Ok(sealed.remove()?)).await?;
         }
         let settings = self.settings.take();
-        let given_back = give_guest_back(
-            &self.client,
-            give_back,
-            &mut self.connections,
-            settings,
-            ROLL_BACK_TIMEOUT,
-        )
-        .await;
+        let given_back =
+            give_guest_back(&self.client, give_back, &mut self.connections, settings, TIMEOUT).await;
         self.remove_partial_image().await;
         given_back
     }
 
     /// The guest has what it needs; storage that hangs only delays the report, and not for ever.
     async fn remove_partial_image(&mut self) {
-        let writer = self.writer.take();
+        let unsealed = (self.writer.take(), self.complete.take());
         let abandoned = self.abandoned.take();
         let removed = tokio::spawn(async move {
-            let _ = tokio::task::spawn_blocking(move || drop(writer)).await;
+            let _ = tokio::task::spawn_blocking(move || drop(unsealed)).await;
             if let Some(abandoned) = abandoned {
                 let _ = abandoned.await;
             }

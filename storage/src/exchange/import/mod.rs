@@ -365,7 +365,7 @@ impl Staged {
         }
     }
 
-    /// Writes the image.
+    /// Writes the image. A cancel after the seal only leaves space that is not given back.
     ///
     /// # Errors
     ///
@@ -380,7 +380,10 @@ impl Staged {
             written.zero += block.zero;
         }
         let mut sealed = writer.seal(manifest, &self.recording)?;
-        sealed.give_back(run)?;
+        // The image is whole: space that is not given back, or a cancel now, does not make it none.
+        if let Err(error) = sealed.give_back(run) {
+            tracing::warn!(%error, path = %sealed.path().display(), "cannot give back the image's unused space");
+        }
         Ok(Imported { sealed, written })
     }
 }

@@ -1,0 +1,317 @@
+//! `dormouse hibernate`: asks the VM's supervisor, or does it over a monitor of its own.
+
+mod all;
+mod dry_run;
+mod suspend;
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::Duration;
+
+use dormouse_qmp::{Client, ConnectOptions};
+use dormouse_storage::ByteCount;
+use tokio::sync::{mpsc, oneshot, watch};
+
+use super::report::{Progress, Report};
+use super::{HibernateArguments, HibernateMode};
+use crate::api::client::Supervisor;
+use crate::api::types::{Ending, Hibernated, Key, NewOperation, Operation, OperationKind};
+use crate::error::{Code, Failure};
+use crate::machine::hibernate::limits::Limits;
+use crate::machine::hibernate::machine::CancelAnswer;
+use crate::machine::hibernate::runner::Cancel;
+use crate::machine::hibernate::{ImageWish, Request};
+use crate::signals::Signals;
+use crate::supervisor::operation::Prepared;
+use crate::supervisor::state_dir::{StateDir, VmRecord};
+
+pub async fn hibernate(
+    arguments: HibernateArguments,
+    state: &StateDir,
+    report: &Report,
+) -> Result<ExitCode, Failure> {
+    if arguments.mode == HibernateMode::SuspendToDisk {
+        return suspend::suspend_to_disk(&arguments, state, report).await;
+    }
+    if arguments.agent.is_some() {
+        return Err(Failure::new(
+            Code::Usage,
+            "--agent goes with --mode suspend-to-disk",
+        ));
+    }
+    let image = ImageWish {
+        compression: arguments.compress,
+        key: arguments.key.read()?,
+        rate_limit: arguments.rate_limit,
+    };
+    if let Some(folder) = &arguments.to_dir {
+        let folder = absolute(folder)?;
+        return all::hibernate_all(&folder, &arguments, &image, state, report).await;
+    }
+    let to = match &arguments.to {
+        Some(to) => absolute(to)?,
+        None => return Err(Failure::new(Code::Usage, "say where the image goes with --to")),
+    };
+    if arguments.dry_run {
+        let forecast = dry_run::forecast(to, &arguments, image, state).await?;
+        report.result(&forecast, &dry_run::describe(&forecast));
+        return Ok(ExitCode::SUCCESS);
+    }
+    let outcome = match (&arguments.name, &arguments.qmp) {
+        (Some(name), _) => {
+            let wish = wish(to, &arguments, &image);
+            let signals = Signals::watch()?.for_several();
+            by_supervisor(state, name, wish, signals, report)
+                .await
+                .and_then(hibernated)
+        }
+        (None, Some(socket)) => {
+            let progress = report.progress();
+            let outcome = by_ourselves(socket, to, &arguments, image, (state, &progress)).await;
+            progress.finish();
+            outcome
+        }
+        (None, None) => Err(Failure::new(Code::Usage, "name a VM, or a monitor with --qmp")),
+    };
+    let hibernated = outcome?;
+    report.result(&hibernated, &describe(&hibernated));
+    Ok(ExitCode::SUCCESS)
+}
+
+/// An operation ends as what it was begun as.
+fn hibernated(ending: Ending) -> Result<Hibernated, Failure> {
+    match ending {
+        Ending::Hibernated(hibernated) => Ok(*hibernated),
+        Ending::SuspendedToDisk(_) => Err(Failure::new(
+            Code::Internal,
+            "the supervisor did something else than it was asked for",
+        )),
+    }
+}
+
+fn absolute(path: &Path) -> Result<PathBuf, Failure> {
+    std::path::absolute(path)
+        .map_err(|error| Failure::new(Code::Usage, format!("{}: {error}", path.display())))
+}
+
+/// What a supervisor is asked for.
+fn wish(to: PathBuf, arguments: &HibernateArguments, image: &ImageWish) -> NewOperation {
+    let limits = limits(arguments);
+    NewOperation::Hibernate {
+        to,
+        replace: arguments.replace,
+        engine: arguments.engine,
+        channels: arguments.channels,
+        compress: image.compression,
+        key: image.key.clone().map(Key),
+        rate_limit_bytes: image.rate_limit.map(|limit| limit.0),
+        timeout_ms: limits.total.map(as_ms),
+        stall_timeout_ms: Some(as_ms(limits.stall)),
+    }
+}
+
+fn limits(arguments: &HibernateArguments) -> Limits {
+    Limits {
+        total: arguments.timeout,
+        stall: arguments.stall_timeout.unwrap_or(Limits::default().stall),
+    }
+}
+
+fn as_ms(time: Duration) -> u64 {
+    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
+}
+
+/// The supervisor works; we watch, and pass on a Ctrl-C, which is a change in `signals`.
+async fn by_supervisor(
+    state: &StateDir,
+    name: &str,
+    wish: NewOperation,
+    signals: watch::Receiver<()>,
+    report: &Report,
+) -> Result<Ending, Failure> {
+    let supervisor = Supervisor::of(state, name);
+    let progress = report.progress();
+    let outcome = follow(&supervisor, wish, signals, &progress, report).await;
+    progress.finish();
+    outcome.map_err(|failure| with_hint(failure, state, name))
+}
+
+async fn follow(
+    supervisor: &Supervisor,
+    wish: NewOperation,
+    mut signals: watch::Receiver<()>,
+    progress: &Progress,
+    report: &Report,
+) -> Result<Ending, Failure> {
+    let mut operation = supervisor.begin(&wish).await?;
+    let id = operation.id;
+    loop {
+        match (&operation.result, &operation.error) {
+            (Some(ending), _) => {
+                // The VM's name is free when this returns: whoever starts it next need not wait.
+                supervisor.wait_for_end().await;
+                return Ok(ending.clone());
+            }
+            (None, Some(problem)) => return Err(problem.clone().into()),
+            (None, None) => {}
+        }
+        progress.tell(&operation);
+        operation = tokio::select! {
+            news = supervisor.news(id, operation.version) => news.map_err(|failure| {
+                failure.while_doing("the hibernation may have ended well, look at the image or the guest's disk")
+            })?,
+            Ok(()) = signals.changed() => {
+                // An operation that has just ended takes no cancel, and its document tells how it ended.
+                if let Ok(CancelAnswer::TooLate) = supervisor.cancel(id).await {
+                    report.remark(match operation.kind {
+                        OperationKind::Hibernate => "too late to cancel: the image is being sealed",
+                        OperationKind::SuspendToDisk => {
+                            "too late to cancel: the guest was told to suspend itself to its disk"
+                        }
+                    });
+                }
+                continue;
+            }
+        };
+    }
+}
+
+/// A guest can outlive its supervisor; then it is reached in another way.
+fn with_hint(failure: Failure, state: &StateDir, name: &str) -> Failure {
+    let socket = state.monitor_socket(name);
+    let qemu = socket
+        .parent()
+        .and_then(VmRecord::read)
+        .and_then(|record| record.living());
+    match (failure.code, qemu) {
+        (Code::Unreachable, Some(pid)) => {
+            let way = if state.is_interrupted(pid) {
+                format!("a hibernation of it was interrupted: `dormouse recover {name}` ends that first")
+            } else {
+                format!("reach it with --qmp {}", socket.display())
+            };
+            Failure {
+                message: format!("{failure}; its QEMU lives as process {pid}: {way}"),
+                ..failure
+            }
+        }
+        _ => failure,
+    }
+}
+
+/// Takes the monitor for one operation.
+async fn by_ourselves(
+    socket: &Path,
+    target: PathBuf,
+    arguments: &HibernateArguments,
+    image: ImageWish,
+    (state, progress): (&StateDir, &Progress),
+) -> Result<Hibernated, Failure> {
+    let signals = Signals::watch()?;
+    let (client, request) = attach(socket, target, arguments, image, state).await?;
+    let prepared = Prepared::new(OperationKind::Hibernate);
+    let (documents, cancel) = (prepared.watch(), prepared.cancel());
+    let work = prepared.hibernate(client, request);
+    let outcome = attend(work, documents, &cancel, signals, progress).await;
+    outcome.map(Hibernated::from)
+}
+
+/// Connects to a monitor that is free; what is asked for of the guest behind it.
+async fn attach(
+    socket: &Path,
+    target: PathBuf,
+    arguments: &HibernateArguments,
+    image: ImageWish,
+    state: &StateDir,
+) -> Result<(Client, Request), Failure> {
+    let monitor = absolute(socket)?;
+    state.make()?;
+    let client = Client::connect(socket, ConnectOptions::default()).await?;
+    let (vm_name, record) = known_of(socket, client.peer_pid());
+    let (command_line, shape) = record.map(|record| (record.command_line, record.shape)).unzip();
+    let request = Request {
+        target,
+        replace: arguments.replace,
+        engine: arguments.engine,
+        channels: arguments.channels,
+        image,
+        monitor,
+        operations: state.operations(),
+        limits: limits(arguments),
+        vm_name,
+        command_line,
+        shape: shape.flatten(),
+    };
+    Ok((client, request))
+}
+
+/// Tells where the work is, and passes a Ctrl-C to it.
+async fn attend<T>(
+    work: impl Future<Output = T>,
+    mut documents: watch::Receiver<Operation>,
+    cancel: &mpsc::Sender<Cancel>,
+    mut signals: Signals,
+    progress: &Progress,
+) -> T {
+    let mut work = std::pin::pin!(work);
+    loop {
+        tokio::select! {
+            outcome = &mut work => return outcome,
+            Ok(()) = documents.changed() => progress.tell(&documents.borrow_and_update()),
+            _ = signals.next() => {
+                // The answer shows in the outcome.
+                let (tell, _) = oneshot::channel();
+                let _ = cancel.try_send(tell);
+            }
+        }
+    }
+}
+
+/// A guest whose supervisor died is known by the record that it left: what its process shows is not what the user gave.
+pub(super) fn known_of(socket: &Path, pid: Option<u32>) -> (String, Option<VmRecord>) {
+    let folder = socket
+        .canonicalize()
+        .ok()
+        .and_then(|socket| socket.parent().map(Path::to_owned));
+    match folder.and_then(|folder| Some((VmRecord::read(&folder)?, folder))) {
+        Some((record, folder)) if pid.is_some() && record.living() == pid => (
+            folder
+                .file_name()
+                .unwrap_or_default()
+                .to_string_lossy()
+                .into_owned(),
+            Some(record),
+        ),
+        _ => ("vm".to_owned(), None),
+    }
+}
+
+fn describe(hibernated: &Hibernated) -> String {
+    let took = |phase: &str| hibernated.timings_ms.get(phase).copied().unwrap_or_default();
+    let memory_ms = took("SavingMemory");
+    let rate = hibernated.data_bytes as f64 / 1e6 / memory_ms.max(0.001);
+    let passed_over = hibernated
+        .choice
+        .passed_over
+        .iter()
+        .map(|why| format!("\n{why}"))
+        .collect::<String>();
+    let compressed = if hibernated.stored_bytes < hibernated.data_bytes {
+        format!(" as {}", ByteCount(hibernated.stored_bytes))
+    } else {
+        String::new()
+    };
+    format!(
+        "hibernated to {} ({}, engine: {}, {})\npaused {:.0} ms: device state {:.0} ms, RAM {:.0} ms ({}{compressed} at {rate:.2} GB/s, {} of zeros left out), seal {:.0} ms{passed_over}",
+        hibernated.image.display(),
+        hibernated.storage.kind,
+        hibernated.choice.engine.name(),
+        hibernated.storage.backend,
+        hibernated.pause_ms,
+        took("SavingDevices"),
+        memory_ms,
+        ByteCount(hibernated.data_bytes),
+        ByteCount(hibernated.zero_bytes),
+        took("Syncing") + took("Sealing"),
+    )
+}

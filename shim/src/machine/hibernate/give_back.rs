@@ -1,0 +1,74 @@
+//! Giving a guest back, whatever the hibernation had QEMU do: its migration is ended, its vCPUs do what they did, and its
+//! migration settings are what they were.
+
+use std::os::unix::net::UnixStream;
+use std::time::Duration;
+
+use dormouse_qmp::view::machine::RunState;
+use dormouse_qmp::{Client, command};
+
+use super::direct::STREAM_FD;
+use super::machine::GiveBack;
+use super::stream;
+use crate::error::{Code, Failure};
+use crate::vm::monitor::{self, MigrationSettings, wait_for_migration_end, wait_for_run_state};
+
+/// How long QEMU may take to do what gives a guest back. Whatever it is busy with comes first.
+pub const TIMEOUT: Duration = Duration::from_secs(24 * 3600);
+
+/// Gives the guest back. `connections`: those that its memory comes over; `settings`: what was found, if any were changed.
+///
+/// Does not give up while QEMU lives: what it was told before it will do, however late, and then the guest must not stay
+/// as that leaves it. Only a migration that was cancelled and has not ended after `patience` is not waited for: QEMU can
+/// get stuck in one whose connections broke. The guest is given back all the same; the settings cannot be.
+pub async fn give_guest_back(
+    client: &Client,
+    give_back: GiveBack,
+    connections: &mut Vec<UnixStream>,
+    settings: Option<MigrationSettings>,
+    patience: Duration,
+) -> Result<(), Failure> {
+    let client = client.with_deadline(TIMEOUT);
+    let mut stuck = None;
+    if monitor::run_state(&client).await? != RunState::Postmigrate {
+        client.execute(&command::migrate_cancel {}).await?;
+        let _drained = stream::drain(connections);
+        match wait_for_migration_end(&client, patience).await {
+            Err(failure) if failure.code == Code::TimedOut => stuck = Some(failure),
+            ended => drop(ended?),
+        }
+    }
+    let in_between = |state: &RunState| *state == RunState::FinishMigrate;
+    let state = wait_for_run_state(&client, "settled", |state| !in_between(state)).await?;
+    match (give_back, state) {
+        (GiveBack::Running, RunState::Running) | (GiveBack::AsItIs, _) => {}
+        (GiveBack::Running, _) => {
+            client.execute(&command::cont {}).await?;
+            wait_for_run_state(&client, "running", |state| *state == RunState::Running).await?;
+        }
+        (GiveBack::Paused, RunState::Postmigrate) => {
+            // QEMU leaves this state, and takes its disks back, only by running. Both commands are in its queue before
+            // it looks at the first, so that the guest runs for an instant.
+            let (cont, stop) = tokio::join!(
+                client.execute(&command::cont {}),
+                client.execute(&command::stop {})
+            );
+            cont.and(stop)?;
+            wait_for_run_state(&client, "paused", |state| *state == RunState::Paused).await?;
+        }
+        (GiveBack::Paused, _) => {}
+    }
+    // A descriptor that QEMU did not use stays open in it for ever. Once used it is gone, and this fails.
+    let close = command::closefd {
+        fdname: STREAM_FD.to_owned(),
+    };
+    let _ = client.execute(&close).await;
+    match (stuck, settings) {
+        (Some(stuck), _) => Err(Failure {
+            code: Code::Operator,
+            ..stuck.while_doing("the guest is given back, but not its migration settings")
+        }),
+        (None, Some(settings)) => Ok(settings.put_back(&client).await?),
+        (None, None) => Ok(()),
+    }
+}

@@ -182,6 +182,15 @@ pub fn is_held(pid: Pid) -> bool {
     })
 }
 
+/// Whether a process has ended, or all but its status: the end of its memory takes a while.
+pub fn has_ended(pid: Pid) -> bool {
+    let stat = fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_nonzero()));
+    stat.map_or(true, |stat| {
+        stat.rsplit_once(')')
+            .is_some_and(|(_, fields)| fields.starts_with(" Z"))
+    })
+}
+
 /// Whether a process has a file open.
 pub fn has_open(pid: Pid, file: &Path) -> bool {
     let descriptors = fs::read_dir(format!("/proc/{}/fd", pid.as_raw_nonzero()));

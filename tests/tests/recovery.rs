@@ -488,11 +488,12 @@ fn a_start_sweeps_up_what_a_supervisor_left_that_was_killed_with_its_qemu() {
             .dormouse
             .start_hibernating_with("guest", &image(scene), &SLOWLY);
         wait_for_middle(&mut client);
+        let qemu = scene.lab.only_qemu();
         faults::kill(supervisor.pid());
-        faults::kill(scene.lab.only_qemu());
+        faults::kill(qemu);
         scene.dormouse.finish(client);
+        until("QEMU's end", || faults::has_ended(qemu).then_some(()));
     });
-    scene.lab.wait_for_no_qemu();
     assert_eq!(files_of_images(&scene).len(), 1);
     fs::remove_file(scene.lab.path("serial.log")).expect("the guest begins anew");
     let _supervisor = scene.run();

@@ -1,8 +1,8 @@
 //! What stands in the way is named before the guest is touched, and before an image runs on other disks.
 
-use std::{ffi::OsString, fs, path::Path, process::Command};
+use std::{ffi::OsString, fs, path::Path};
 
-use dormouse_tests::{Guest, QemuBuild, Scene, until};
+use dormouse_tests::{Guest, LoopDevice, QemuBuild, Scene};
 use serde_json::json;
 
 const REFUSED: i32 = 3;
@@ -165,31 +165,11 @@ fn a_guest_that_was_paused_is_paused_again_after_a_failure() {
 }
 
 #[test]
-fn a_block_device_is_refused_as_a_target() {
+fn a_block_device_that_holds_something_else_is_not_overwritten_unasked() {
     let scene = Scene::new(QemuBuild::V10_0);
     let _supervisor = scene.run();
-    let backing = scene.lab.path("device.img");
-    fs::File::create(&backing).unwrap().set_len(256 << 20).unwrap();
-    let output = Command::new("losetup")
-        .args(["--find", "--show"])
-        .arg(&backing)
-        .output()
-        .unwrap();
-    let device = String::from_utf8(output.stdout).unwrap().trim().to_owned();
-    assert!(device.starts_with("/dev/loop"), "{device}");
-    expect_refusal(&scene, Path::new(&device), "is a block device");
-    assert!(
-        Command::new("losetup")
-            .args(["--detach", &device])
-            .status()
-            .unwrap()
-            .success()
-    );
-    until("the device to be gone", || {
-        fs::read(&backing)
-            .unwrap()
-            .iter()
-            .all(|byte| *byte == 0)
-            .then_some(())
-    });
+    let device = LoopDevice::with_old_data(&scene.lab, 4);
+    let before = fs::read(device.path()).unwrap();
+    expect_refusal(&scene, device.path(), "not a Dormouse image");
+    assert!(fs::read(device.path()).unwrap() == before);
 }

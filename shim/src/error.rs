@@ -25,8 +25,8 @@ pub struct Failure {
     pub message: String,
 }
 
-/// The kinds of failure that callers tell apart. Names and numbers are a contract.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+/// The kinds of failure that callers tell apart. Names and numbers are a contract. The last ones weigh most.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Code {
     /// A bug in Dormouse.

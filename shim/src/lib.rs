@@ -9,6 +9,7 @@
 //! * `api`: what the world sees of a VM: documents, routes, and their client.
 //! * `supervisor`: the one owner of one VM's QEMU, and its folder.
 //! * `machine`: the operations; each a pure machine, a plan made before anything is touched, and a runner that acts.
+//! * `journal`: what is written down of operations, for when their process is killed.
 //! * `vm`: what a VM is, as seen from its QEMU.
 
 #![forbid(unsafe_code)]
@@ -16,6 +17,7 @@
 mod api;
 pub mod cli;
 mod error;
+mod journal;
 mod machine;
 mod signals;
 mod supervisor;

@@ -53,6 +53,11 @@ impl Dormouse {
         }
     }
 
+    /// The same program with its state directory elsewhere.
+    pub fn with_state_dir(self, state_dir: PathBuf) -> Self {
+        Self { state_dir, ..self }
+    }
+
     /// Starts `guest` as `name` under a foreground supervisor, and waits for its API.
     pub fn run(&self, name: &str, guest: &impl Guest) -> Supervisor {
         let mut supervisor = self.start(name, &guest.command_line());
@@ -100,6 +105,31 @@ impl Dormouse {
         ];
         arguments.extend(options.iter().map(OsStr::new));
         self.spawn(&arguments)
+    }
+
+    /// Runs `dormouse recover --json` with more arguments.
+    pub fn recover(&self, arguments: &[&str]) -> Outcome {
+        self.finish(self.start_recovering(arguments))
+    }
+
+    /// Starts `dormouse recover --json`.
+    pub fn start_recovering(&self, arguments: &[&str]) -> Child {
+        let mut all = vec!["recover", "--json"];
+        all.extend(arguments);
+        self.spawn(&all)
+    }
+
+    /// The records of operations in the state directory: each one's name, and what it says.
+    pub fn records(&self) -> Vec<(PathBuf, Value)> {
+        let entries = fs::read_dir(self.state_dir.join(".operations"));
+        let paths = entries.into_iter().flatten().flatten().map(|entry| entry.path());
+        let records = paths.filter(|path| path.extension() == Some(OsStr::new("json")));
+        records
+            .filter_map(|path| {
+                let text = fs::read(&path).ok()?;
+                Some((path, serde_json::from_slice(&text).unwrap_or_default()))
+            })
+            .collect()
     }
 
     /// Hibernates the QEMU behind the monitor at `socket` to `image`, without a supervisor.
@@ -248,6 +278,11 @@ impl Supervisor {
         })
     }
 
+    /// Its process.
+    pub fn pid(&self) -> Pid {
+        Pid::from_child(&self.child)
+    }
+
     /// Asks it to end the guest and itself, and waits for both.
     pub fn terminate(&mut self) -> ExitStatus {
         self.signal(Signal::TERM);
@@ -266,8 +301,7 @@ impl Supervisor {
     }
 
     fn signal(&self, signal: Signal) {
-        let pid = i32::try_from(self.child.id()).ok().and_then(Pid::from_raw);
-        kill_process(pid.expect("a process id"), signal).expect("our own child can be signalled");
+        kill_process(self.pid(), signal).expect("our own child can be signalled");
     }
 
     fn must_live(&mut self) {

@@ -5,11 +5,12 @@ use std::{
     os::unix::fs::FileExt,
     path::{Path, PathBuf},
     process::Command,
+    time::Instant,
 };
 
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::lab::Lab;
+use crate::{lab::Lab, wait::PATIENCE};
 
 /// A small ext4 volume on a loop device, unmounted on drop. It takes root to make one.
 pub struct SmallVolume {
@@ -142,6 +143,25 @@ pub fn kill(pid: Pid) {
     kill_process(pid, Signal::KILL).expect("the process can be killed");
 }
 
+/// Kills a process in the instant in which `look` sees what it waits for.
+///
+/// # Panics
+///
+/// When that does not come.
+pub fn kill_when(pid: Pid, what: &str, mut look: impl FnMut() -> bool) {
+    // The instant may be over within a millisecond, so nothing sleeps here.
+    let deadline = Instant::now() + PATIENCE;
+    while !look() {
+        assert!(Instant::now() < deadline, "waited {PATIENCE:?} for {what}");
+    }
+    kill(pid);
+}
+
+/// Lets a frozen process go on.
+pub fn thaw(pid: Pid) {
+    kill_process(pid, Signal::CONT).expect("the process can go on");
+}
+
 /// Freezes a process: it neither answers nor ends.
 pub fn freeze(pid: Pid) {
     kill_process(pid, Signal::STOP).expect("the process can be frozen");
@@ -150,6 +170,35 @@ pub fn freeze(pid: Pid) {
 /// Asks a process to end as Ctrl-C does.
 pub fn interrupt(pid: Pid) {
     kill_process(pid, Signal::INT).expect("the process is there");
+}
+
+/// Whether a thread of a process waits for what cannot be interrupted, as a volume that hangs.
+pub fn is_held(pid: Pid) -> bool {
+    let threads = fs::read_dir(format!("/proc/{}/task", pid.as_raw_nonzero()));
+    threads.into_iter().flatten().flatten().any(|thread| {
+        let stat = fs::read_to_string(thread.path().join("stat")).unwrap_or_default();
+        let fields = stat.rsplit_once(')').map(|(_, fields)| fields.trim_start());
+        fields.is_some_and(|fields| fields.starts_with('D'))
+    })
+}
+
+/// Whether a process has ended, or all but its status: the end of its memory takes a while.
+pub fn has_ended(pid: Pid) -> bool {
+    let stat = fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_nonzero()));
+    stat.map_or(true, |stat| {
+        stat.rsplit_once(')')
+            .is_some_and(|(_, fields)| fields.starts_with(" Z"))
+    })
+}
+
+/// Whether a process has a file open.
+pub fn has_open(pid: Pid, file: &Path) -> bool {
+    let descriptors = fs::read_dir(format!("/proc/{}/fd", pid.as_raw_nonzero()));
+    descriptors
+        .into_iter()
+        .flatten()
+        .flatten()
+        .any(|descriptor| fs::read_link(descriptor.path()).is_ok_and(|open| open == file))
 }
 
 /// Fills the guest memory of a QEMU from `begin` on with what is not zero, so that saving it takes a while. The guest

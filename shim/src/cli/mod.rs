@@ -5,6 +5,7 @@ mod doctor;
 mod hibernate;
 mod image;
 mod key;
+mod recover;
 mod report;
 mod run;
 mod status;
@@ -54,6 +55,8 @@ enum Verb {
     /// Look into images, check, remove, export and import them
     #[command(subcommand)]
     Image(image::ImageVerb),
+    /// End hibernations whose process was killed: the guest is given back, or its image is the guest
+    Recover(RecoverArguments),
     /// Show what VMs do
     Status(StatusArguments),
     /// Tell what can be done with a VM, what cannot, why not, and what would help
@@ -203,6 +206,16 @@ struct DoctorArguments {
 }
 
 #[derive(Debug, Args)]
+struct RecoverArguments {
+    /// Name of a VM [default: all]
+    #[arg(conflicts_with = "qmp")]
+    name: Option<String>,
+    /// QMP socket of a QEMU without a supervisor
+    #[arg(long, value_name = "SOCKET")]
+    qmp: Option<PathBuf>,
+}
+
+#[derive(Debug, Args)]
 struct StatusArguments {
     /// Name of a VM [default: all]
     name: Option<String>,
@@ -241,6 +254,7 @@ fn start(cli: Cli, report: &Report) -> Result<ExitCode, Failure> {
             Verb::Hibernate(arguments) => hibernate::hibernate(arguments, &state, report).await,
             Verb::Wake(arguments) => wake::wake(arguments, &state, report).await,
             Verb::Image(verb) => image::image(verb, &state, report).await,
+            Verb::Recover(arguments) => recover::recover(arguments, &state, report).await,
             Verb::Status(arguments) => status::status(arguments, &state, report).await,
             Verb::Doctor(arguments) => doctor::doctor(arguments, &state, report).await,
         }

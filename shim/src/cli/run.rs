@@ -7,7 +7,7 @@ use std::process::ExitCode;
 use dormouse_storage::ByteCount;
 
 use super::report::Report;
-use super::{RunArguments, detach, exit_like};
+use super::{RunArguments, detach, exit_like, recover};
 use crate::api::types::Ram;
 use crate::error::{Code, Failure};
 use crate::signals::Signals;
@@ -30,6 +30,7 @@ pub async fn run(arguments: RunArguments, state: &StateDir, report: &Report) -> 
     let ram_dir = arguments.supervision.ram_dir.as_deref();
     let mut signals = Signals::watch()?;
     let directory = state.claim(&name, ram_dir).await?;
+    recover::sweep(&name, state).await;
     let (qemu, ram) = tokio::select! {
         up = bring_up(&line, &command_line, &directory, ram_dir) => up?,
         // What was started for this goes with it.
@@ -37,6 +38,7 @@ pub async fn run(arguments: RunArguments, state: &StateDir, report: &Report) -> 
     };
     let supervised = Supervised {
         directory,
+        operations: state.operations(),
         qemu,
         ram,
         image: None,

@@ -9,6 +9,7 @@ use super::report::Report;
 use crate::api::client::Supervisor;
 use crate::api::types::{OperationKind, Vm};
 use crate::error::{Code, Failure};
+use crate::journal::{self, Found, Record};
 use crate::supervisor::state_dir::StateDir;
 
 pub async fn status(
@@ -17,7 +18,15 @@ pub async fn status(
     report: &Report,
 ) -> Result<ExitCode, Failure> {
     if let Some(name) = arguments.name {
-        let vm = Supervisor::of(state, &name).vm().await?;
+        let vm = Supervisor::of(state, &name).vm().await.map_err(|failure| {
+            match interrupted(state).iter().find(|record| record.vm_name == name) {
+                Some(record) => Failure {
+                    message: format!("{failure}; {}", describe_interrupted(record)),
+                    ..failure
+                },
+                None => failure,
+            }
+        })?;
         report.result(&vm, &describe(&vm));
         return Ok(ExitCode::SUCCESS);
     }
@@ -40,7 +49,36 @@ pub async fn status(
             ),
         }
     }
+    for record in interrupted(state) {
+        let object = json!({
+            "name": record.vm_name,
+            "interrupted": {"operation": record.operation, "point": record.point, "image": record.target},
+        });
+        report.result(
+            &object,
+            &format!("{}: {}", record.vm_name, describe_interrupted(&record)),
+        );
+    }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Hibernations whose process is gone.
+fn interrupted(state: &StateDir) -> Vec<Record> {
+    let found = journal::find(&state.operations()).unwrap_or_default();
+    found
+        .into_iter()
+        .filter_map(|found| match found {
+            Found::Interrupted(journal) => Some(journal.record().clone()),
+            Found::UnderWay(_) | Found::Unreadable { .. } => None,
+        })
+        .collect()
+}
+
+fn describe_interrupted(record: &Record) -> String {
+    format!(
+        "its hibernation to {} was interrupted, `dormouse recover` ends it",
+        record.target.display()
+    )
 }
 
 /// What a person is told of a VM.

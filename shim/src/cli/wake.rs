@@ -7,7 +7,7 @@ use rustix::process::{getpid, kill_process};
 use tokio::sync::{mpsc, watch};
 
 use super::report::Report;
-use super::{WakeArguments, detach, exit_like};
+use super::{WakeArguments, detach, exit_like, recover};
 use crate::api::types::{Ram, Woken as WokenDocument};
 use crate::error::{Code, Failure};
 use crate::machine::wake::machine::Phase;
@@ -31,6 +31,8 @@ pub async fn wake(arguments: WakeArguments, state: &StateDir, report: &Report) -
     let mut signals = Signals::watch()?;
     let ram_dir = arguments.supervision.ram_dir.as_deref();
     let directory = state.claim(&name, ram_dir).await?;
+    recover::check_not_interrupted(&arguments.image, state)?;
+    recover::sweep(&name, state).await;
     let request = Request {
         image: arguments.image,
         mode: arguments.mode,
@@ -68,6 +70,7 @@ pub async fn wake(arguments: WakeArguments, state: &StateDir, report: &Report) -
     let image = after_wake(woken.image, document.mode, arguments.keep_image);
     let supervised = Supervised {
         directory,
+        operations: state.operations(),
         qemu: woken.qemu,
         ram,
         image,

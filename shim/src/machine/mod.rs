@@ -4,5 +4,6 @@
 pub mod effect;
 pub mod hibernate;
 pub mod interrupt;
+pub mod recover;
 pub mod suspend;
 pub mod wake;

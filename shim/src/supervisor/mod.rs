@@ -53,6 +53,8 @@ const REQUEST_QUEUE: usize = 16;
 pub struct Supervised {
     /// The VM's folder.
     pub directory: VmDirectory,
+    /// Where operations are written down.
+    pub operations: PathBuf,
     /// Its QEMU.
     pub qemu: QemuProcess,
     /// Where its RAM is, for status.
@@ -83,6 +85,10 @@ pub struct Handle {
     pub name: String,
     /// QEMU's process.
     pub pid: u32,
+    /// The monitor's socket.
+    pub monitor: PathBuf,
+    /// Where operations are written down.
+    pub operations: PathBuf,
     /// QEMU's monitor, for questions.
     pub client: Client,
     /// Where its RAM is.
@@ -174,6 +180,8 @@ async fn settle(
     let handle = Handle {
         name: supervised.directory.name().to_owned(),
         pid,
+        monitor: supervised.directory.monitor_socket(),
+        operations: supervised.operations.clone(),
         client,
         ram: supervised.ram.clone(),
         woken: supervised.woken.clone(),
@@ -238,6 +246,8 @@ pub fn hibernation(wish: NewOperation, handle: &Handle) -> Result<hibernate::Req
             total: timeout_ms.map(Duration::from_millis),
             stall: stall_timeout_ms.map_or(limits.stall, Duration::from_millis),
         },
+        monitor: handle.monitor.clone(),
+        operations: handle.operations.clone(),
         vm_name: handle.name.clone(),
         command_line: Some(handle.command_line.clone()),
         shape: handle.shape.clone(),

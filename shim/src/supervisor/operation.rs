@@ -71,6 +71,7 @@ impl Prepared {
             cancels,
             cancel,
         } = self;
+        let id = document.borrow().id;
         let told = watch::Sender::new(Told {
             phase: hibernate::machine::Phase::Preflight,
             choice: None,
@@ -78,7 +79,7 @@ impl Prepared {
             progress: Arc::new(Progress::default()),
         });
         let mut news = told.subscribe();
-        let mut outcome = std::pin::pin!(hibernate::runner::hibernate(client, request, told, cancels));
+        let mut outcome = std::pin::pin!(hibernate::runner::hibernate(id, client, request, told, cancels));
         let outcome = loop {
             tokio::select! {
                 outcome = &mut outcome => break outcome,

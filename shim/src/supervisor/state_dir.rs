@@ -7,6 +7,7 @@
 //!                api.sock          the supervisor's API
 //!                ram/              the guest's RAM, where it has a tmpfs of its own
 //! STATE-DIR/NAME.log               what a supervisor in the background says
+//!           .operations/           the records of hibernations under way, see `journal`
 //! ```
 
 use std::env;
@@ -23,7 +24,9 @@ use tokio::net::UnixStream;
 use tokio::time::Instant;
 
 use crate::error::{Code, Failure, GuestState};
+use crate::journal::{self, Found};
 use crate::vm::file_identity::FileIdentity;
+use crate::vm::process_identity::ProcessIdentity;
 use crate::vm::ram_home::RamHome;
 use crate::vm::shape::Shape;
 
@@ -50,10 +53,8 @@ pub struct VmDirectory {
 /// What outlives a supervisor that is killed: enough to find its QEMU again.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct VmRecord {
-    /// QEMU's process.
-    pub pid: u32,
-    /// When that process started, in clock ticks since boot: a process id alone is used again.
-    pub process_start_ticks: u64,
+    /// QEMU's process; `None` if it had ended when this was written.
+    pub qemu: Option<ProcessIdentity>,
     /// QEMU's command line as the user gave it.
     pub command_line: Vec<String>,
     /// What the machine was made of when it was up.
@@ -85,6 +86,19 @@ impl StateDir {
     /// Where the monitor of `name` is.
     pub fn monitor_socket(&self, name: &str) -> PathBuf {
         self.0.join(name).join("qmp.sock")
+    }
+
+    /// Where operations are written down.
+    pub fn operations(&self) -> PathBuf {
+        self.0.join(".operations")
+    }
+
+    /// Whether a hibernation of this QEMU was interrupted.
+    pub fn is_interrupted(&self, pid: u32) -> bool {
+        let found = journal::find(&self.operations()).unwrap_or_default();
+        found
+            .iter()
+            .any(|found| matches!(found, Found::Interrupted(journal) if journal.record().qemu.pid == pid))
     }
 
     /// What a supervisor of `name` in the background writes to.
@@ -160,12 +174,16 @@ impl StateDir {
                 break lock;
             }
         };
-        if let Some(record) = VmRecord::read(&path).filter(VmRecord::is_alive) {
+        if let Some(pid) = VmRecord::read(&path).and_then(|record| record.living()) {
+            let hint = if self.is_interrupted(pid) {
+                format!("; a hibernation of it was interrupted: `dormouse recover {name}` ends that first")
+            } else {
+                String::new()
+            };
             return Err(Failure::new(
                 Code::Refused,
                 format!(
-                    "VM {name} still runs without its supervisor, as process {}; its monitor is {}",
-                    record.pid,
+                    "VM {name} still runs without its supervisor, as process {pid}; its monitor is {}{hint}",
                     self.monitor_socket(name).display()
                 ),
             )
@@ -208,6 +226,11 @@ impl VmDirectory {
         &self.path
     }
 
+    /// Where the monitor of its QEMU is.
+    pub fn monitor_socket(&self) -> PathBuf {
+        self.path.join("qmp.sock")
+    }
+
     /// The VM's name.
     pub fn name(&self) -> &str {
         &self.name
@@ -216,8 +239,7 @@ impl VmDirectory {
     /// Remembers the QEMU that was started.
     pub fn record(&self, pid: u32, command_line: &[String], shape: Option<&Shape>) -> Result<(), Failure> {
         let record = VmRecord {
-            pid,
-            process_start_ticks: process_start_ticks(pid).unwrap_or_default(),
+            qemu: ProcessIdentity::of(pid),
             command_line: command_line.to_vec(),
             shape: shape.cloned(),
         };
@@ -265,21 +287,10 @@ impl VmRecord {
         serde_json::from_slice(&fs::read(directory.join("vm.json")).ok()?).ok()
     }
 
-    /// Whether that process is there still.
-    pub fn is_alive(&self) -> bool {
-        process_start_ticks(self.pid) == Some(self.process_start_ticks)
+    /// Its QEMU, if that is there still.
+    pub fn living(&self) -> Option<u32> {
+        self.qemu.filter(ProcessIdentity::is_alive).map(|qemu| qemu.pid)
     }
-}
-
-/// Field 22 of /proc/PID/stat; `None` when there is no such process, or only its remains.
-fn process_start_ticks(pid: u32) -> Option<u64> {
-    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The second field is the program's name in brackets and may hold anything, brackets and spaces too.
-    let fields: Vec<&str> = stat.rsplit_once(')')?.1.split_whitespace().collect();
-    if fields.first() == Some(&"Z") {
-        return None;
-    }
-    fields.get(19)?.parse().ok()
 }
 
 fn default_runtime_directory() -> PathBuf {
@@ -337,17 +348,6 @@ mod tests {
         held.keep();
         let error = state.claim("a", None).await.unwrap_err();
         assert!(error.message.contains("still runs"), "{error}");
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn a_process_id_that_was_used_again_is_another_process() {
-        let (_guard, state) = state_dir();
-        let held = state.claim("a", None).await.unwrap();
-        held.record(std::process::id(), &[], None).unwrap();
-        let mut record = VmRecord::read(held.path()).unwrap();
-        assert!(record.is_alive());
-        record.process_start_ticks += 1;
-        assert!(!record.is_alive());
     }
 
     #[test]

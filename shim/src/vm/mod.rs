@@ -14,6 +14,7 @@ pub mod migration_socket;
 pub mod monitor;
 pub mod options;
 pub mod process;
+pub mod process_identity;
 pub mod ram_home;
 pub mod rehearsal;
 pub mod shape;

@@ -7,6 +7,7 @@ use dormouse_qmp::command;
 use dormouse_qmp::view::machine::{RunState, StatusInfo};
 use dormouse_qmp::view::migration::MigrationInfo;
 use dormouse_qmp::{Client, CommandError};
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 use tokio::net::UnixStream;
 use tokio::sync::Mutex;
@@ -162,7 +163,7 @@ pub async fn blocked_reasons_in(client: &Client, mode: &'static str) -> Result<V
 
 /// Migration capabilities and parameters as they were found where a save needs others. They outlive every migration,
 /// so whoever changes them has to put them back.
-#[derive(Debug)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct MigrationSettings {
     capabilities: Vec<Value>,
     parameters: Map<String, Value>,

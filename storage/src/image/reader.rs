@@ -25,7 +25,7 @@ use super::superblock::{Area, COPY_BYTES, COPY_OFFSETS, FORMAT_1, FORMAT_VERSION
 use super::workers::for_each_chunk;
 use crate::memory::{MemoryError, PAGE_BYTES};
 use crate::sys::DirectFile;
-use crate::volume::{allocated, leads_to, length_of, open_held, remove};
+use crate::volume::{allocated, leads_to, length_of, open_held, remove, sync_name};
 use crate::{ByteCount, MemoryFile, Recording, Run};
 
 /// What an image holds and takes.
@@ -347,6 +347,29 @@ impl Image {
         Ok(())
     }
 
+    /// Makes durable an image whose writer could not tell any more whether it is, in both copies of the superblock.
+    ///
+    /// # Errors
+    ///
+    /// [`ImageError::NotLocked`] if it was opened without its lock, [`ImageError::Io`] if the system refuses.
+    pub(super) fn settle(&self) -> Result<(), ImageError> {
+        if !self.locked {
+            return Err(ImageError::NotLocked {
+                path: self.path.clone(),
+            });
+        }
+        self.file
+            .sync_all()
+            .and_then(|()| self.write_copy(&self.superblock, 1 - self.copy))
+            .and_then(|()| sync_name(&self.file, &self.path))
+            .map_err(|source| ImageError::io("make durable", &self.path, source))
+    }
+
+    /// Whether `path` leads to it too.
+    pub(super) fn is_at(&self, path: &Path) -> bool {
+        leads_to(path, &self.file)
+    }
+
     /// Removes the image for good, not to be found again even after a crash: a file loses its name, a
     /// block device stays and its superblocks are wiped.
     ///
@@ -395,7 +418,7 @@ impl Image {
                 });
             }
             Superblocks::Torn => return Err(torn(TornBecause::BothSuperblocks)),
-            Superblocks::Contradiction => {
+            Superblocks::Contradiction(_) => {
                 return Err(ImageError::corrupt(
                     path,
                     Corruption::Superblock("its copies belong to two images"),

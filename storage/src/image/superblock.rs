@@ -88,7 +88,7 @@ impl Area {
 pub(crate) struct Superblock {
     pub(super) format: u32,
     pub(crate) state: ImageState,
-    pub(super) id: Uuid,
+    pub(crate) id: Uuid,
     pub(super) generation: u64,
     pub(super) chunk_bytes: u32,
     pub(super) table: Area,
@@ -197,7 +197,7 @@ pub(crate) enum Superblocks {
     /// The magic, but no valid copy.
     Torn,
     /// Two valid copies that belong to different images.
-    Contradiction,
+    Contradiction(Box<[Superblock; 2]>),
 }
 
 impl Superblocks {
@@ -212,7 +212,9 @@ impl Superblocks {
             return Self::Newer(version);
         }
         match copies {
-            [Copy::Valid(first), Copy::Valid(second)] if first.id != second.id => Self::Contradiction,
+            [Copy::Valid(first), Copy::Valid(second)] if first.id != second.id => {
+                Self::Contradiction(Box::new([first, second]))
+            }
             [Copy::Valid(first), Copy::Valid(second)] if second.generation > first.generation => {
                 Self::Valid {
                     current: second,
@@ -494,7 +496,7 @@ mod tests {
         };
         assert_eq!(
             Superblocks::read([&first.encode(), &second.encode()]),
-            Superblocks::Contradiction
+            Superblocks::Contradiction(Box::new([first, second]))
         );
     }
 

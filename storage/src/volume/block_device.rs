@@ -189,7 +189,7 @@ fn check_content(device: &File, path: &Path, length: ByteCount, replace: bool) -
                 state,
             }),
         },
-        Superblocks::Torn | Superblocks::Contradiction => may_be_replaced(ImageError::TargetExists {
+        Superblocks::Torn | Superblocks::Contradiction(_) => may_be_replaced(ImageError::TargetExists {
             path: path.to_owned(),
         }),
         Superblocks::Newer(found) => Err(ImageError::NewerFormat {

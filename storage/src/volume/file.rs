@@ -42,23 +42,16 @@ pub(super) struct PartialFile {
 
 impl PartialFile {
     pub(super) fn create(target: &Path, replace: bool, id: Uuid) -> Result<Self, ImageError> {
-        let Some(name) = target.file_name() else {
+        let (Some(name), Some(path)) = (target.file_name(), partial_path(target, id)) else {
             return Err(ImageError::io(
                 "create",
                 target,
                 io::Error::from(io::ErrorKind::InvalidInput),
             ));
         };
-        let folder = match target.parent() {
-            Some(folder) if !folder.as_os_str().is_empty() => folder.to_owned(),
-            _ => PathBuf::from("."),
-        };
+        let folder = folder_of(target).to_owned();
         let replaced = lock_target(target, replace)?;
         remove_leftovers(&folder, name);
-        let mut partial_name = OsString::from(".");
-        partial_name.push(name);
-        partial_name.push(format!(".partial-{id}"));
-        let path = folder.join(partial_name);
         let file = OpenOptions::new()
             .read(true)
             .write(true)
@@ -194,6 +187,21 @@ impl PartialFile {
             Err(error) => Err(error),
         }
         .map_err(|error| ImageError::io("rename to", &self.target, error))
+    }
+}
+
+/// Where the image `id` is written on its way to `target`; `None` if that names no file.
+pub(crate) fn partial_path(target: &Path, id: Uuid) -> Option<PathBuf> {
+    let mut name = OsString::from(".");
+    name.push(target.file_name()?);
+    name.push(format!(".partial-{id}"));
+    Some(folder_of(target).join(name))
+}
+
+fn folder_of(target: &Path) -> &Path {
+    match target.parent() {
+        Some(folder) if !folder.as_os_str().is_empty() => folder,
+        _ => Path::new("."),
     }
 }
 

@@ -34,9 +34,10 @@ use uuid::Uuid;
 pub use backend::{Backend, VolumeKind};
 use block_device::DeviceInWriting;
 use file::PartialFile;
+pub(crate) use file::partial_path;
 pub(crate) use hold::{is_block_device, leads_to, open_held};
 pub(crate) use lane::Lane;
-pub(crate) use published::{Published, allocated, remove};
+pub(crate) use published::{Published, allocated, remove, sync_name};
 
 use crate::ByteCount;
 use crate::image::ImageError;

@@ -135,11 +135,18 @@ pub(crate) fn remove(held: &File, path: &Path, first: usize) -> Result<(), Image
     }
     // What was named may be a link to it.
     let path = &std::fs::canonicalize(path).map_err(failed)?;
-    std::fs::remove_file(path).map_err(failed)?;
-    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
-    File::open(folder.unwrap_or(Path::new(".")))
-        .and_then(|folder| folder.sync_all())
+    std::fs::remove_file(path)
+        .and_then(|()| sync_name(held, path))
         .map_err(failed)
+}
+
+/// Makes durable that a file has its name, or has it no more. A device's names are not ours.
+pub(crate) fn sync_name(held: &File, path: &Path) -> io::Result<()> {
+    if held.metadata()?.file_type().is_block_device() {
+        return Ok(());
+    }
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
+    File::open(folder.unwrap_or(Path::new("."))).and_then(|folder| folder.sync_all())
 }
 
 /// Space that an image takes: of a file what the file system says, of a device all up to its end.

@@ -103,7 +103,7 @@ async fn present(state: &StateDir) -> Result<Vec<String>, Failure> {
     })?;
     let mut present = Vec::new();
     for name in names {
-        let lives = VmRecord::read(&state.path().join(&name)).is_some_and(|record| record.is_alive());
+        let lives = VmRecord::read(&state.path().join(&name)).is_some_and(|record| record.living().is_some());
         if lives || Supervisor::of(state, &name).serves().await {
             present.push(name);
         }

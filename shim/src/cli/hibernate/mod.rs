@@ -67,7 +67,7 @@ pub async fn hibernate(
         }
         (None, Some(socket)) => {
             let progress = report.progress();
-            let outcome = by_ourselves(socket, to, &arguments, image, &progress).await;
+            let outcome = by_ourselves(socket, to, &arguments, image, (state, &progress)).await;
             progress.finish();
             outcome
         }
@@ -179,19 +179,22 @@ async fn follow(
 /// A guest can outlive its supervisor; then it is reached in another way.
 fn with_hint(failure: Failure, state: &StateDir, name: &str) -> Failure {
     let socket = state.monitor_socket(name);
-    let record = socket
+    let qemu = socket
         .parent()
         .and_then(VmRecord::read)
-        .filter(VmRecord::is_alive);
-    match (failure.code, record) {
-        (Code::Unreachable, Some(record)) => Failure {
-            message: format!(
-                "{failure}; its QEMU lives as process {}: reach it with --qmp {}",
-                record.pid,
-                socket.display()
-            ),
-            ..failure
-        },
+        .and_then(|record| record.living());
+    match (failure.code, qemu) {
+        (Code::Unreachable, Some(pid)) => {
+            let way = if state.is_interrupted(pid) {
+                format!("a hibernation of it was interrupted: `dormouse recover {name}` ends that first")
+            } else {
+                format!("reach it with --qmp {}", socket.display())
+            };
+            Failure {
+                message: format!("{failure}; its QEMU lives as process {pid}: {way}"),
+                ..failure
+            }
+        }
         _ => failure,
     }
 }
@@ -202,10 +205,10 @@ async fn by_ourselves(
     target: PathBuf,
     arguments: &HibernateArguments,
     image: ImageWish,
-    progress: &Progress,
+    (state, progress): (&StateDir, &Progress),
 ) -> Result<Hibernated, Failure> {
     let signals = Signals::watch()?;
-    let (client, request) = attach(socket, target, arguments, image).await?;
+    let (client, request) = attach(socket, target, arguments, image, state).await?;
     let prepared = Prepared::new(OperationKind::Hibernate);
     let (documents, cancel) = (prepared.watch(), prepared.cancel());
     let work = prepared.hibernate(client, request);
@@ -219,7 +222,10 @@ async fn attach(
     target: PathBuf,
     arguments: &HibernateArguments,
     image: ImageWish,
+    state: &StateDir,
 ) -> Result<(Client, Request), Failure> {
+    let monitor = absolute(socket)?;
+    state.make()?;
     let client = Client::connect(socket, ConnectOptions::default()).await?;
     let (vm_name, record) = known_of(socket, client.peer_pid());
     let (command_line, shape) = record.map(|record| (record.command_line, record.shape)).unzip();
@@ -229,6 +235,8 @@ async fn attach(
         engine: arguments.engine,
         channels: arguments.channels,
         image,
+        monitor,
+        operations: state.operations(),
         limits: limits(arguments),
         vm_name,
         command_line,
@@ -266,7 +274,7 @@ pub(super) fn known_of(socket: &Path, pid: Option<u32>) -> (String, Option<VmRec
         .ok()
         .and_then(|socket| socket.parent().map(Path::to_owned));
     match folder.and_then(|folder| Some((VmRecord::read(&folder)?, folder))) {
-        Some((record, folder)) if Some(record.pid) == pid => (
+        Some((record, folder)) if pid.is_some() && record.living() == pid => (
             folder
                 .file_name()
                 .unwrap_or_default()

@@ -10,27 +10,33 @@ use dormouse_qmp::{Client, command};
 use super::direct::STREAM_FD;
 use super::machine::GiveBack;
 use super::stream;
-use crate::error::Failure;
+use crate::error::{Code, Failure};
 use crate::vm::monitor::{self, MigrationSettings, wait_for_migration_end, wait_for_run_state};
 
 /// How long QEMU may take to do what gives a guest back. Whatever it is busy with comes first.
-const TIMEOUT: Duration = Duration::from_secs(24 * 3600);
+pub const TIMEOUT: Duration = Duration::from_secs(24 * 3600);
 
 /// Gives the guest back. `connections`: those that its memory comes over; `settings`: what was found, if any were changed.
 ///
 /// Does not give up while QEMU lives: what it was told before it will do, however late, and then the guest must not stay
-/// as that leaves it.
+/// as that leaves it. Only a migration that was cancelled and has not ended after `patience` is not waited for: QEMU can
+/// get stuck in one whose connections broke. The guest is given back all the same; the settings cannot be.
 pub async fn give_guest_back(
     client: &Client,
     give_back: GiveBack,
     connections: &mut Vec<UnixStream>,
     settings: Option<MigrationSettings>,
+    patience: Duration,
 ) -> Result<(), Failure> {
     let client = client.with_deadline(TIMEOUT);
+    let mut stuck = None;
     if monitor::run_state(&client).await? != RunState::Postmigrate {
         client.execute(&command::migrate_cancel {}).await?;
         let _drained = stream::drain(connections);
-        wait_for_migration_end(&client, TIMEOUT).await?;
+        match wait_for_migration_end(&client, patience).await {
+            Err(failure) if failure.code == Code::TimedOut => stuck = Some(failure),
+            ended => drop(ended?),
+        }
     }
     let in_between = |state: &RunState| *state == RunState::FinishMigrate;
     let state = wait_for_run_state(&client, "settled", |state| !in_between(state)).await?;
@@ -57,8 +63,12 @@ pub async fn give_guest_back(
         fdname: STREAM_FD.to_owned(),
     };
     let _ = client.execute(&close).await;
-    match settings {
-        Some(settings) => Ok(settings.put_back(&client).await?),
-        None => Ok(()),
+    match (stuck, settings) {
+        (Some(stuck), _) => Err(Failure {
+            code: Code::Operator,
+            ..stuck.while_doing("the guest is given back, but not its migration settings")
+        }),
+        (None, Some(settings)) => Ok(settings.put_back(&client).await?),
+        (None, None) => Ok(()),
     }
 }

@@ -1,6 +1,7 @@
 //! Hibernation: a guest's memory and devices become an image, and QEMU ends.
 
 pub mod direct;
+pub mod ending;
 pub mod forecast;
 pub mod give_back;
 pub mod limits;
@@ -31,6 +32,10 @@ pub struct Request {
     pub channels: Option<u8>,
     /// What the image is to be like.
     pub image: ImageWish,
+    /// The monitor's socket, for who comes after us.
+    pub monitor: PathBuf,
+    /// Where operations are written down.
+    pub operations: PathBuf,
     /// How long it may take.
     pub limits: Limits,
     /// The name of the VM, for the image's manifest.

@@ -217,8 +217,8 @@ async fn check_run_state(client: &Client) -> Result<bool, Failure> {
         RunState::Paused => Ok(false),
         RunState::Postmigrate => Err(Failure::new(
             Code::Refused,
-            "the guest was saved or migrated and stands still since; if a hibernation was killed in the middle, `cont` on \
-             its monitor gives it back",
+            "the guest was saved or migrated and stands still since; if a hibernation of it was interrupted, \
+             `dormouse recover` ends that",
         )
         .with_guest(GuestState::Paused)),
         other => Err(Failure::new(

@@ -19,22 +19,26 @@ use dormouse_storage::{
     WORKER_THREADS,
 };
 use tokio::sync::{mpsc, oneshot, watch};
+use tokio::task::JoinHandle;
 use tokio::time::Instant;
 use uuid::Uuid;
 
 use super::direct::{self, Source};
-use super::give_back::give_guest_back;
+use super::ending::end_qemu;
+use super::give_back::{TIMEOUT, give_guest_back};
 use super::limits::Watchdog;
 use super::machine::{CancelAnswer, Effect, GiveBack, Input, Machine, Phase};
 use super::plan::{Plan, preflight};
 use super::{Report, Request, Storage, stream};
-use crate::error::{Code, Failure, GuestState, sentence};
+use crate::error::{Code, Failure, GuestState};
+use crate::journal::{FORM, Journal, Point, Record};
 use crate::machine::effect::{blocking, joined, milliseconds, out_of_order};
 use crate::machine::interrupt::Interrupt;
 use crate::vm::engine::Choice;
 use crate::vm::memory::DEVICE_STATE_BOUND;
 use crate::vm::monitor::{self, MigrationSettings, wait_for_run_state};
 use crate::vm::process::ProcessEnd;
+use crate::vm::process_identity::ProcessIdentity;
 
 /// How long QEMU may take to connect for a migration.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(30);
@@ -44,9 +48,6 @@ const STOP_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// How long a rollback waits for storage to let go of a partial image.
 const REMOVE_TIMEOUT: Duration = Duration::from_secs(10);
-
-/// How long QEMU's process may take to end after `quit`.
-const QUIT_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// How often it is looked whether the hibernation takes too long.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
@@ -69,13 +70,20 @@ pub type Cancel = oneshot::Sender<CancelAnswer>;
 
 /// Hibernates the guest behind `client`. Returns when it is over, whichever way.
 pub async fn hibernate(
+    operation: Uuid,
     client: Client,
     request: Request,
     told: watch::Sender<Told>,
     mut cancels: mpsc::Receiver<Cancel>,
 ) -> Result<Report, Failure> {
     let progress = Arc::clone(&told.borrow().progress);
-    let mut work = Work::new(client.clone(), request, Arc::clone(&progress), told.clone());
+    let mut work = Work::new(
+        operation,
+        client.clone(),
+        request,
+        Arc::clone(&progress),
+        told.clone(),
+    );
     let (mut machine, first) = Machine::begin();
     let mut watchdog = Watchdog::new(work.request.limits, Instant::now());
     let mut next = Some(first);
@@ -112,6 +120,7 @@ pub async fn hibernate(
         work.timings_ms.push((phase, milliseconds(started.elapsed())));
         next = machine.step(input);
     }
+    work.end_journal(machine.phase()).await;
     told.send_modify(|told| told.phase = machine.phase());
     match machine.failure().cloned() {
         // Asked, not deduced: somebody else may have done something to the guest as well.
@@ -128,8 +137,14 @@ enum Incoming {
     Connections(Vec<UnixStream>),
 }
 
+/// The journal while it is written; comes back with how that went.
+type Noting = JoinHandle<Result<(Journal, Result<(), Failure>), Failure>>;
+
 /// What one hibernation has in its hands.
 struct Work {
+    operation: Uuid,
+    /// The record of it, from before anything is changed to the end.
+    journal: Option<Journal>,
     client: Client,
     request: Request,
     progress: Arc<Progress>,
@@ -148,15 +163,23 @@ struct Work {
     complete: Option<CompleteImage>,
     sealed: Option<SealedImage>,
     /// Threads that write an image that nobody wants any more; they end when the storage lets them.
-    abandoned: Option<tokio::task::JoinHandle<()>>,
+    abandoned: Option<JoinHandle<()>>,
     paused_at: Option<Instant>,
     pause_ms: f64,
     timings_ms: Vec<(Phase, f64)>,
 }
 
 impl Work {
-    fn new(client: Client, request: Request, progress: Arc<Progress>, told: watch::Sender<Told>) -> Self {
+    fn new(
+        operation: Uuid,
+        client: Client,
+        request: Request,
+        progress: Arc<Progress>,
+        told: watch::Sender<Told>,
+    ) -> Self {
         Self {
+            operation,
+            journal: None,
             client,
             request,
             progress,
@@ -238,8 +261,15 @@ impl Work {
         Ok(())
     }
 
+    /// Before anything is changed there is a record of it.
     async fn reserve(&mut self) -> Result<(), Failure> {
         let plan = self.plan()?;
+        let settings = match plan.choice.channels {
+            None => direct::find_settings(&self.client, &plan).await?,
+            Some(channels) => stream::find_settings(&self.client, channels).await?,
+        };
+        self.settings = Some(settings.clone());
+        self.begin_journal(&plan, settings).await?;
         let (target, replace, image_id) = (self.request.target.clone(), self.request.replace, self.image_id);
         let image = self.request.image.clone();
         let mut task = tokio::task::spawn_blocking(move || {
@@ -305,7 +335,7 @@ impl Work {
         }
         self.incoming = match plan.choice.channels {
             None => {
-                self.set(direct::find_settings(&client, &plan).await?).await?;
+                self.set().await?;
                 let connected = in_time(direct::connect(&client, &plan)).await?;
                 let record = direct::record(&client, &plan, connected);
                 let (recording, sources) = self.interrupt.or(record).await?;
@@ -314,7 +344,7 @@ impl Work {
                 Some(Incoming::Sources(Box::new(recording), sources))
             }
             Some(channels) => {
-                self.set(stream::find_settings(&client, channels).await?).await?;
+                self.set().await?;
                 let connections = in_time(stream::connect(&client, &plan, channels)).await?;
                 self.connections = connections
                     .iter()
@@ -332,8 +362,9 @@ impl Work {
 
     /// Sets what a save needs. What was found is known before anything is changed, so that an interrupt at any point
     /// leaves something to put back.
-    async fn set(&mut self, settings: MigrationSettings) -> Result<(), Failure> {
-        Ok(self.settings.insert(settings).apply(&self.client).await?)
+    async fn set(&self) -> Result<(), Failure> {
+        let settings = self.settings.as_ref().ok_or_else(out_of_order)?;
+        Ok(settings.apply(&self.client).await?)
     }
 
     async fn save_memory(&mut self) -> Result<(), Failure> {
@@ -341,6 +372,7 @@ impl Work {
         let mut writer = self.writer.take().ok_or_else(out_of_order)?;
         let incoming = self.incoming.take().ok_or_else(out_of_order)?;
         let is_stream = matches!(incoming, Incoming::Connections(_));
+        let noting = self.note(Point::Sealing);
         let (progress, interrupt) = (Arc::clone(&self.progress), self.interrupt.clone());
         let mut task = tokio::task::spawn_blocking(move || {
             let run = Run {
@@ -363,6 +395,8 @@ impl Work {
             // The guest does not wait for storage that hangs: the threads only read its memory.
             self.abandoned = Some(tokio::spawn(async { drop(task.await) }));
         }
+        // Written down while memory is; where that went wrong, the guest's end would be anybody's guess.
+        let noted = self.noted(noting).await;
         let (writer, recording, written) = match outcome {
             Err(failure) if is_stream => return Err(stream::reason(&self.client, failure).await),
             outcome => outcome?,
@@ -371,6 +405,7 @@ impl Work {
             self.interrupt.or(stream::settle(&self.client)).await?;
             plan.check_blocks(&recording)?;
         }
+        noted?;
         // A file system can refuse what it allowed at first.
         self.note_storage(&writer);
         (self.writer, self.recording, self.written) = (Some(writer), Some(recording), written);
@@ -409,37 +444,8 @@ impl Work {
 
     async fn terminate(&mut self) -> Result<(), Failure> {
         let plan = self.plan()?;
-        let gone = ProcessEnd::of(plan.pid);
-        // The connection may end before the answer is read; it is the process that counts.
-        let answer = self.client.execute(&command::quit {}).await;
-        let image = self.request.target.display();
-        let ended = blocking(move || {
-            gone.wait(QUIT_TIMEOUT).map_err(|error| {
-                Failure::new(Code::Operator, format!("cannot see whether it ended: {error}"))
-            })
-        })
-        .await
-        .map_err(|failure| {
-            failure.while_doing(&format!(
-                "the image {image} is complete; QEMU's process {}",
-                plan.pid
-            ))
-        })?;
-        if !ended {
-            let answer = answer
-                .err()
-                .map(|error| format!(" ({})", sentence(&error)))
-                .unwrap_or_default();
-            return Err(Failure::new(
-                Code::Operator,
-                format!(
-                    "the image {image} is complete, but QEMU's process {} is still there after {QUIT_TIMEOUT:?}{answer}; \
-                     end it without letting the guest run, or remove the image",
-                    plan.pid
-                ),
-            )
-            .with_guest(GuestState::Paused));
-        }
+        self.note_anyway(Point::Sealed).await;
+        end_qemu(&self.client, plan.pid, &self.request.target).await?;
         if let Some(mut sealed) = self.sealed.take() {
             // Space that is not given back is no reason to call a sealed image a failure.
             let given_back = blocking(move || {
@@ -459,12 +465,14 @@ impl Work {
     }
 
     async fn roll_back(&mut self, give_back: GiveBack) -> Result<(), Failure> {
+        self.note_return().await;
         // A whole image must be gone before its guest runs. A partial one is nobody's guest, and waits.
         if let Some(sealed) = self.sealed.take() {
             blocking(move || Ok(sealed.remove()?)).await?;
         }
         let settings = self.settings.take();
-        let given_back = give_guest_back(&self.client, give_back, &mut self.connections, settings).await;
+        let given_back =
+            give_guest_back(&self.client, give_back, &mut self.connections, settings, TIMEOUT).await;
         self.remove_partial_image().await;
         given_back
     }
@@ -501,6 +509,75 @@ impl Work {
                 GuestState::Stopped
             }
             Err(_) => GuestState::Unknown,
+        }
+    }
+
+    async fn begin_journal(&mut self, plan: &Plan, settings: MigrationSettings) -> Result<(), Failure> {
+        let qemu = ProcessIdentity::of(plan.pid)
+            .ok_or_else(|| Failure::new(Code::Unreachable, "QEMU's process is gone"))?;
+        let record = Record {
+            form: FORM,
+            operation: self.operation,
+            vm_name: self.request.vm_name.clone(),
+            target: self.request.target.clone(),
+            image_id: self.image_id,
+            monitor: self.request.monitor.clone(),
+            qemu,
+            was_running: plan.running,
+            settings,
+            point: Point::Saving,
+        };
+        let folder = self.request.operations.clone();
+        self.journal =
+            Some(blocking(move || Journal::begin(&folder, record).map_err(|error| unwritten(&error))).await?);
+        Ok(())
+    }
+
+    /// Begins to write down how far it is.
+    fn note(&mut self, point: Point) -> Noting {
+        let journal = self.journal.take();
+        tokio::task::spawn_blocking(move || match journal {
+            None => Err(out_of_order()),
+            Some(mut journal) => {
+                let noted = journal.advance(point).map_err(|error| unwritten(&error));
+                Ok((journal, noted))
+            }
+        })
+    }
+
+    /// Waits until it is written down.
+    async fn noted(&mut self, mut noting: Noting) -> Result<(), Failure> {
+        let (journal, noted) = joined(&mut noting).await?;
+        self.journal = Some(journal);
+        noted
+    }
+
+    /// Writes down what happens whether that can be written down or not.
+    async fn note_anyway(&mut self, point: Point) {
+        let noting = self.note(point);
+        if let Err(failure) = self.noted(noting).await {
+            tracing::warn!(%failure, ?point, "a recovery would not know how far the hibernation came");
+        }
+    }
+
+    /// Before a whole image is removed, or what was to become one: without that a missing image is one that somebody
+    /// took away, whose guest may run elsewhere.
+    async fn note_return(&mut self) {
+        let may_be_sealed = |journal: &Journal| journal.record().point != Point::Saving;
+        if self.journal.as_ref().is_some_and(may_be_sealed) {
+            self.note_anyway(Point::Returning).await;
+        }
+    }
+
+    /// What is over needs no record; what is not certain does, as long as there is a QEMU.
+    async fn end_journal(&mut self, phase: Phase) {
+        if phase == Phase::Uncertain && self.guest_state().await != GuestState::Stopped {
+            return;
+        }
+        if let Some(journal) = self.journal.take()
+            && let Err(failure) = blocking(move || journal.end().map_err(|error| unwritten(&error))).await
+        {
+            tracing::warn!(%failure, "the record of an operation that is over stays behind");
         }
     }
 
@@ -566,6 +643,13 @@ impl Work {
             pause_ms: self.pause_ms,
         })
     }
+}
+
+fn unwritten(error: &io::Error) -> Failure {
+    Failure::new(
+        Code::StorageIo,
+        format!("cannot write the operation's record in the state directory: {error}"),
+    )
 }
 
 /// Waits for QEMU to connect, and not for ever.

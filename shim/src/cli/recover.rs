@@ -1,0 +1,200 @@
+//! `dormouse recover`: ends what was interrupted.
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::Duration;
+
+use dormouse_storage::Image;
+use serde_json::json;
+
+use super::RecoverArguments;
+use super::report::Report;
+use crate::error::{Code, Failure};
+use crate::journal::{self, Found, Record};
+use crate::machine::recover::runner::recover as recover_one;
+use crate::machine::recover::{Outcome, Recovered};
+use crate::supervisor::state_dir::StateDir;
+
+/// Whoever only looks at a record holds it for an instant.
+const SECOND_LOOK: Duration = Duration::from_millis(100);
+
+pub async fn recover(
+    arguments: RecoverArguments,
+    state: &StateDir,
+    report: &Report,
+) -> Result<ExitCode, Failure> {
+    let wanted = Wanted::of(&arguments)?;
+    let mut all = look(state, &wanted)?;
+    if all.iter().any(|found| matches!(found, Found::UnderWay(_))) {
+        drop(all);
+        tokio::time::sleep(SECOND_LOOK).await;
+        all = look(state, &wanted)?;
+    }
+    if all.is_empty() {
+        report.result(&json!({"operations": 0}), "nothing to recover");
+        return Ok(ExitCode::SUCCESS);
+    }
+    let mut worst: Option<Code> = None;
+    for found in all {
+        match one(found, state, &wanted).await {
+            Ok(Some(recovered)) => report.result(&recovered, &describe(&recovered)),
+            Ok(None) => {}
+            Err(failure) => {
+                report.failure(&failure);
+                worst = worst.max(Some(failure.code));
+            }
+        }
+    }
+    Ok(worst.map_or(ExitCode::SUCCESS, |code| ExitCode::from(code.exit_code())))
+}
+
+/// Before a VM of this name starts: what a killed supervisor left, and whose QEMU is gone as well, is swept up.
+pub async fn sweep(name: &str, state: &StateDir) {
+    for found in journal::find(&state.operations()).unwrap_or_default() {
+        let Found::Interrupted(journal) = found else {
+            continue;
+        };
+        let record = journal.record();
+        if record.vm_name != *name || record.qemu.is_alive() {
+            continue;
+        }
+        let title = title(record);
+        match recover_one(*journal).await {
+            Ok(recovered) => tracing::info!(outcome = ?recovered.outcome, "{title}: recovered"),
+            Err(failure) => tracing::warn!(%failure, "{title}: `dormouse recover` says what is to be done"),
+        }
+    }
+}
+
+/// An image whose hibernation was interrupted is not woken while the QEMU that it was saved from is there: one of the two
+/// is the guest, and which one the recovery finds out.
+pub fn check_not_interrupted(image: &Path, state: &StateDir) -> Result<(), Failure> {
+    // What is wrong with the image the wake tells.
+    let Ok(id) = Image::open(image).map(|image| image.id()) else {
+        return Ok(());
+    };
+    for found in journal::find(&state.operations()).unwrap_or_default() {
+        if let Found::Interrupted(journal) = found
+            && journal.record().image_id == id
+            && journal.record().qemu.is_alive()
+        {
+            let record = journal.record();
+            return Err(Failure::new(
+                Code::Refused,
+                format!(
+                    "{} was interrupted, and QEMU's process {} is still there: `dormouse recover` ends that first",
+                    title(record),
+                    record.qemu.pid
+                ),
+            ));
+        }
+    }
+    Ok(())
+}
+
+/// Which operations are meant.
+enum Wanted {
+    All,
+    Vm(String),
+    Monitor(PathBuf),
+}
+
+impl Wanted {
+    fn of(arguments: &RecoverArguments) -> Result<Self, Failure> {
+        Ok(match (&arguments.name, &arguments.qmp) {
+            (Some(name), _) => Self::Vm(name.clone()),
+            (None, Some(socket)) => Self::Monitor(resolved(socket)?),
+            (None, None) => Self::All,
+        })
+    }
+
+    fn takes(&self, record: &Record) -> bool {
+        match self {
+            Self::All => true,
+            Self::Vm(name) => record.vm_name == *name,
+            Self::Monitor(socket) => resolved(&record.monitor).is_ok_and(|monitor| monitor == *socket),
+        }
+    }
+}
+
+/// The socket may be gone with its QEMU.
+fn resolved(socket: &Path) -> Result<PathBuf, Failure> {
+    socket
+        .canonicalize()
+        .or_else(|_| std::path::absolute(socket))
+        .map_err(|error| Failure::new(Code::Usage, format!("{}: {error}", socket.display())))
+}
+
+fn look(state: &StateDir, wanted: &Wanted) -> Result<Vec<Found>, Failure> {
+    let folder = state.operations();
+    let found = journal::find(&folder).map_err(|error| {
+        Failure::new(
+            Code::Usage,
+            format!("cannot look into {}: {error}", folder.display()),
+        )
+    })?;
+    let is_wanted = |found: &Found| match found {
+        Found::Interrupted(journal) => wanted.takes(journal.record()),
+        Found::UnderWay(record) => wanted.takes(record),
+        // It may be of any.
+        Found::Unreadable { .. } => true,
+    };
+    Ok(found.into_iter().filter(is_wanted).collect())
+}
+
+async fn one(found: Found, state: &StateDir, wanted: &Wanted) -> Result<Option<Recovered>, Failure> {
+    match found {
+        Found::Interrupted(journal) => {
+            let record = journal.record().clone();
+            let recovered = recover_one(*journal)
+                .await
+                .map_err(|failure| failure.while_doing(&title(&record)))?;
+            if recovered.outcome == Outcome::Hibernated || recovered.outcome == Outcome::QemuGone {
+                free_name(state, &record).await;
+            }
+            Ok(Some(recovered))
+        }
+        // Nothing is wrong with it, so only who asks for it by name is told.
+        Found::UnderWay(_) if matches!(wanted, Wanted::All) => Ok(None),
+        Found::UnderWay(record) => Err(Failure::new(
+            Code::Refused,
+            format!("{}: it is under way", title(&record)),
+        )),
+        Found::Unreadable { path, why } => Err(Failure::new(
+            Code::Operator,
+            format!(
+                "the record {} cannot be read: {why}; look at its guest's QEMU and image, end what has to end, and remove \
+                 the record",
+                path.display()
+            ),
+        )),
+    }
+}
+
+/// The folder of a VM whose supervisor was killed goes with its QEMU.
+async fn free_name(state: &StateDir, record: &Record) {
+    let folder = state.path().join(&record.vm_name);
+    if record.monitor == state.monitor_socket(&record.vm_name) && folder.exists() {
+        // Taken and dropped. Somebody else may take it as well.
+        let _ = state.claim(&record.vm_name, None).await;
+    }
+}
+
+fn title(record: &Record) -> String {
+    format!("hibernation {} of {}", record.operation, record.vm_name)
+}
+
+fn describe(recovered: &Recovered) -> String {
+    let (name, image) = (&recovered.name, recovered.image.display());
+    let what = match recovered.outcome {
+        Outcome::Hibernated => format!("hibernated to {image}, QEMU has ended"),
+        Outcome::GivenBack => {
+            let guest = serde_json::to_value(recovered.guest).unwrap_or_default();
+            let guest = guest.as_str().unwrap_or_default().to_owned();
+            format!("not hibernated, the guest is given back ({guest})")
+        }
+        Outcome::RanOn => "not hibernated, the guest had gone on by itself".to_owned(),
+        Outcome::QemuGone => format!("QEMU has ended, and there is no image of this hibernation at {image}"),
+    };
+    format!("{name}: {what}")
+}

@@ -1,0 +1,205 @@
+//! Looks, has it decided, and acts.
+
+use std::time::Duration;
+
+use dormouse_qmp::view::machine::RunState;
+use dormouse_qmp::{Client, ConnectOptions};
+use dormouse_storage::ImageState;
+use dormouse_storage::image::{Interrupted, Remains};
+
+use super::verdict::{Doubt, Facts, Verdict};
+use super::{Outcome, Recovered};
+use crate::error::{Code, Failure, GuestState};
+use crate::journal::{Journal, Record};
+use crate::machine::effect::blocking;
+use crate::machine::hibernate::ending::end_qemu;
+use crate::machine::hibernate::give_back::give_guest_back;
+use crate::machine::hibernate::machine::GiveBack;
+use crate::vm::monitor;
+use crate::vm::process::ProcessEnd;
+
+/// How long a cancelled migration may take to end: its other end is gone, so nothing holds it up but what never ends.
+const CANCEL_PATIENCE: Duration = Duration::from_secs(60);
+
+/// How long a QEMU that does not answer may take to end. An end that comes later is for another recovery.
+const ENDING_LIMIT: Duration = Duration::from_secs(3);
+
+/// Brings an interrupted hibernation to its end. Its record goes when that is reached, and stays on every failure.
+pub async fn recover(journal: Journal) -> Result<Recovered, Failure> {
+    let record = journal.record().clone();
+    let (outcome, guest) = bring_to_an_end(&record).await?;
+    blocking(move || {
+        journal.end().map_err(|error| {
+            Failure::new(
+                Code::StorageIo,
+                format!("cannot remove the record of an operation that is over: {error}"),
+            )
+            .with_guest(guest)
+        })
+    })
+    .await?;
+    Ok(Recovered {
+        operation: record.operation,
+        name: record.vm_name,
+        image: record.target,
+        image_id: record.image_id,
+        outcome,
+        guest,
+    })
+}
+
+async fn bring_to_an_end(record: &Record) -> Result<(Outcome, GuestState), Failure> {
+    let image = Interrupted::new(&record.target, record.image_id);
+    let client = connect(record).await?;
+    let state = match &client {
+        Some(client) => Some(monitor::run_state(client).await?),
+        None => None,
+    };
+    let guest = guest_of(state.as_ref());
+    let remains = {
+        let image = image.clone();
+        blocking(move || Ok(image.remains()?))
+            .await
+            .map_err(|failure| failure.with_guest(guest))?
+    };
+    let facts = Facts {
+        point: record.point,
+        was_running: record.was_running,
+        remains,
+        qemu: state,
+    };
+    let verdict = facts.verdict();
+    tracing::debug!(operation = %record.operation, ?facts, ?verdict, "recovering");
+    match (verdict, client) {
+        (Verdict::EndQemu, Some(client)) => {
+            settle(image, remains)
+                .await
+                .map_err(|failure| failure.with_guest(guest))?;
+            end_qemu(&client, record.qemu.pid, &record.target).await?;
+            Ok((Outcome::Hibernated, GuestState::Stopped))
+        }
+        (Verdict::KeepImage, _) => {
+            settle(image, remains).await?;
+            Ok((Outcome::Hibernated, GuestState::Stopped))
+        }
+        (Verdict::GiveBack { how, discard }, Some(client)) => give_back(record, image, &client, how, discard)
+            .await
+            .map_err(|failure| failure.with_guest(guest)),
+        (Verdict::Ask(doubt), _) => Err(ask(doubt, record).with_guest(guest)),
+        // Nothing can be ended or given back without a QEMU.
+        (Verdict::Sweep | Verdict::EndQemu | Verdict::GiveBack { .. }, _) => {
+            blocking(move || Ok(image.remove_unfinished()?)).await?;
+            Ok((Outcome::QemuGone, GuestState::Stopped))
+        }
+    }
+}
+
+/// The monitor of that very QEMU; `None` if it is gone.
+async fn connect(record: &Record) -> Result<Option<Client>, Failure> {
+    let pid = record.qemu.pid;
+    if !record.qemu.is_alive() {
+        return Ok(None);
+    }
+    let end = ProcessEnd::of(pid);
+    let client = match Client::connect(&record.monitor, ConnectOptions::default()).await {
+        Ok(client) => client,
+        Err(error) => {
+            // It may be ending just now, which the end of its memory takes a while for.
+            if blocking(move || Ok(end.wait(ENDING_LIMIT).unwrap_or(false))).await? {
+                return Ok(None);
+            }
+            return Err(Failure::from(error).while_doing(&format!(
+                "a guest waits in QEMU's process {pid} for its hibernation's end"
+            )));
+        }
+    };
+    match client.peer_pid() {
+        Some(found) if found == pid => Ok(Some(client)),
+        found => Err(Failure::new(
+            Code::Operator,
+            format!(
+                "a guest waits in QEMU's process {pid} for its hibernation's end, but at its monitor {} is process {}",
+                record.monitor.display(),
+                found.map_or_else(|| "of another PID namespace".to_owned(), |pid| pid.to_string()),
+            ),
+        )),
+    }
+}
+
+/// An image that is being woken, or was, is settled: its changes of state were synced.
+async fn settle(image: Interrupted, remains: Remains) -> Result<(), Failure> {
+    if remains != Remains::Whole(ImageState::Sealed) {
+        return Ok(());
+    }
+    blocking(move || Ok(image.settle()?)).await
+}
+
+async fn give_back(
+    record: &Record,
+    image: Interrupted,
+    client: &Client,
+    how: GiveBack,
+    discard: bool,
+) -> Result<(Outcome, GuestState), Failure> {
+    // As in a rollback: a whole image before its guest runs, a partial one when there is time.
+    if discard {
+        let image = image.clone();
+        let removed = blocking(move || Ok(image.remove_whole()?)).await;
+        removed.map_err(|failure| Failure {
+            code: Code::Operator,
+            ..failure.while_doing(&format!(
+                "the guest in QEMU's process {} is the guest, and its image {} is older and must not be woken, but could \
+                 not be removed",
+                record.qemu.pid,
+                record.target.display()
+            ))
+        })?;
+    }
+    let settings = Some(record.settings.clone());
+    let given_back = give_guest_back(client, how, &mut Vec::new(), settings, CANCEL_PATIENCE).await;
+    let guest = match monitor::run_state(client).await {
+        Ok(state) => guest_of(Some(&state)),
+        Err(_) => GuestState::Unknown,
+    };
+    // Only now: for a guest that still waits, what is unfinished says that nobody took a whole image away.
+    if given_back.is_ok() || guest == GuestState::Running {
+        blocking(move || Ok(image.remove_unfinished()?)).await?;
+    }
+    given_back.map_err(|failure| failure.with_guest(guest))?;
+    let outcome = if how == GiveBack::AsItIs {
+        Outcome::RanOn
+    } else {
+        Outcome::GivenBack
+    };
+    Ok((outcome, guest))
+}
+
+fn ask(doubt: Doubt, record: &Record) -> Failure {
+    let (pid, image) = (record.qemu.pid, record.target.display());
+    let message = match doubt {
+        Doubt::RunsTwice => format!(
+            "the guest in QEMU's process {pid} went on although its image {image} was sealed, and that image was woken as \
+             well: end one of the two, on whose disks both write"
+        ),
+        Doubt::ImageTakenAway => format!(
+            "the image {image} ({}) was sealed, or about to be, and is not there: if it was moved away or woken it is the guest, and \
+             QEMU's process {pid} has to be ended (`quit` on its monitor {}); if it was thrown away, the guest in that \
+             process is (`cont` there)",
+            record.image_id,
+            record.monitor.display()
+        ),
+        Doubt::ImageOlderThanGuest => format!(
+            "QEMU's process {pid} is gone, and its guest had gone on from the image {image}, which is older than the \
+             guest's disks: remove the image (`dormouse image discard`), or wake it knowing that"
+        ),
+    };
+    Failure::new(Code::Operator, message)
+}
+
+fn guest_of(state: Option<&RunState>) -> GuestState {
+    match state {
+        Some(RunState::Running) => GuestState::Running,
+        Some(_) => GuestState::Paused,
+        None => GuestState::Stopped,
+    }
+}

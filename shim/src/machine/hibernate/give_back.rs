@@ -14,26 +14,29 @@ use crate::error::{Code, Failure};
 use crate::vm::monitor::{self, MigrationSettings, wait_for_migration_end, wait_for_run_state};
 
 /// How long QEMU may take to do what gives a guest back. Whatever it is busy with comes first.
-pub const TIMEOUT: Duration = Duration::from_secs(24 * 3600);
+const TIMEOUT: Duration = Duration::from_secs(24 * 3600);
+
+/// How long a cancelled migration may take to end. What its connections still bring is read and thrown away, so nothing holds
+/// it up but what never ends: QEMU 10.0 can wait for ever for channels that broke off as its migration began.
+const CANCEL_PATIENCE: Duration = Duration::from_secs(60);
 
 /// Gives the guest back. `connections`: those that its memory comes over; `settings`: what was found, if any were changed.
 ///
 /// Does not give up while QEMU lives: what it was told before it will do, however late, and then the guest must not stay
-/// as that leaves it. Only a migration that was cancelled and has not ended after `patience` is not waited for: QEMU can
-/// get stuck in one whose connections broke. The guest is given back all the same; the settings cannot be.
+/// as that leaves it. Only a migration that was cancelled and does not end is not waited for. The guest is given back
+/// all the same; the settings cannot be.
 pub async fn give_guest_back(
     client: &Client,
     give_back: GiveBack,
     connections: &mut Vec<UnixStream>,
     settings: Option<MigrationSettings>,
-    patience: Duration,
 ) -> Result<(), Failure> {
     let client = client.with_deadline(TIMEOUT);
     let mut stuck = None;
     if monitor::run_state(&client).await? != RunState::Postmigrate {
         client.execute(&command::migrate_cancel {}).await?;
         let _drained = stream::drain(connections);
-        match wait_for_migration_end(&client, patience).await {
+        match wait_for_migration_end(&client, CANCEL_PATIENCE).await {
             Err(failure) if failure.code == Code::TimedOut => stuck = Some(failure),
             ended => drop(ended?),
         }

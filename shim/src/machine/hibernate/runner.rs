@@ -25,7 +25,7 @@ use uuid::Uuid;
 
 use super::direct::{self, Source};
 use super::ending::end_qemu;
-use super::give_back::{TIMEOUT, give_guest_back};
+use super::give_back::give_guest_back;
 use super::limits::Watchdog;
 use super::machine::{CancelAnswer, Effect, GiveBack, Input, Machine, Phase};
 use super::plan::{Plan, preflight};
@@ -471,8 +471,7 @@ impl Work {
             blocking(move || Ok(sealed.remove()?)).await?;
         }
         let settings = self.settings.take();
-        let given_back =
-            give_guest_back(&self.client, give_back, &mut self.connections, settings, TIMEOUT).await;
+        let given_back = give_guest_back(&self.client, give_back, &mut self.connections, settings).await;
         self.remove_partial_image().await;
         given_back
     }

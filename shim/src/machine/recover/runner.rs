@@ -18,9 +18,6 @@ use crate::machine::hibernate::machine::GiveBack;
 use crate::vm::monitor;
 use crate::vm::process::ProcessEnd;
 
-/// How long a cancelled migration may take to end: its other end is gone, so nothing holds it up but what never ends.
-const CANCEL_PATIENCE: Duration = Duration::from_secs(60);
-
 /// How long a QEMU that does not answer may take to end. An end that comes later is for another recovery.
 const ENDING_LIMIT: Duration = Duration::from_secs(3);
 
@@ -156,7 +153,7 @@ async fn give_back(
         })?;
     }
     let settings = Some(record.settings.clone());
-    let given_back = give_guest_back(client, how, &mut Vec::new(), settings, CANCEL_PATIENCE).await;
+    let given_back = give_guest_back(client, how, &mut Vec::new(), settings).await;
     let guest = match monitor::run_state(client).await {
         Ok(state) => guest_of(Some(&state)),
         Err(_) => GuestState::Unknown,

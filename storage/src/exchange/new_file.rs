@@ -16,6 +16,7 @@ use uuid::Uuid;
 
 use crate::image::ImageError;
 use crate::image::error::is_out_of_space;
+use crate::volume::remove_leftovers;
 use crate::{ByteCount, Image};
 
 /// A file that is written and has not its name yet.
@@ -188,21 +189,6 @@ fn check_target(target: &Path, replace: bool) -> Result<(), ImageError> {
     }
 }
 
-fn remove_leftovers(folder: &Path, prefix: &std::ffi::OsStr) {
-    for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
-        let name = entry.file_name();
-        if !name.as_encoded_bytes().starts_with(prefix.as_encoded_bytes()) {
-            continue;
-        }
-        let path = entry.path();
-        let dead = File::open(&path)
-            .is_ok_and(|file| rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive).is_ok());
-        if dead && let Err(error) = fs::remove_file(&path) {
-            tracing::warn!(path = %path.display(), %error, "cannot remove what a killed writer left");
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::io::Write;
@@ -255,10 +241,21 @@ mod tests {
     fn what_a_killed_writer_left_goes_with_the_next_and_a_living_one_keeps_its_own() {
         let folder = tempfile::tempdir().unwrap();
         let target = folder.path().join("out");
-        fs::write(folder.path().join(".out.export-dead"), b"half").unwrap();
+        fs::write(
+            folder
+                .path()
+                .join(".out.export-11111111-1111-1111-1111-111111111111"),
+            b"half",
+        )
+        .unwrap();
         let first = NewFile::create(&target, false).unwrap();
         let second = NewFile::create(&target, false).unwrap();
         assert!(first.path.exists() && second.path.exists());
-        assert!(!folder.path().join(".out.export-dead").exists());
+        assert!(
+            !folder
+                .path()
+                .join(".out.export-11111111-1111-1111-1111-111111111111")
+                .exists()
+        );
     }
 }

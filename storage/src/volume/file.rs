@@ -9,7 +9,7 @@
 //! locked from the beginning, changes places with the new file at the end, and is removed only when
 //! the change is on the disk. If that fails it gets its name back.
 
-use std::ffi::{OsStr, OsString};
+use std::ffi::OsString;
 use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
@@ -21,6 +21,7 @@ use uuid::Uuid;
 
 use super::block_device::wipe;
 use super::hold::{leads_to, lock, open_held};
+use super::leftovers::remove_leftovers;
 use crate::ByteCount;
 use crate::image::reader::read_superblocks;
 use crate::image::superblock::{COPY_BYTES, COPY_OFFSETS, FORMAT_VERSION, Superblocks};
@@ -51,7 +52,10 @@ impl PartialFile {
         };
         let folder = folder_of(target).to_owned();
         let replaced = lock_target(target, replace)?;
-        remove_leftovers(&folder, name);
+        let mut prefix = OsString::from(".");
+        prefix.push(name);
+        prefix.push(".partial-");
+        remove_leftovers(&folder, &prefix);
         let file = OpenOptions::new()
             .read(true)
             .write(true)
@@ -221,21 +225,6 @@ impl Drop for PartialFile {
             && let Err(error) = fs::remove_file(&self.path)
         {
             tracing::warn!(path = %self.path.display(), %error, "a partial image stays behind");
-        }
-    }
-}
-
-/// Removes partial files of this target whose writer was killed. One that is still written is locked.
-fn remove_leftovers(folder: &Path, name: &OsStr) {
-    let prefix = [b".", name.as_encoded_bytes(), b".partial-"].concat();
-    for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
-        if !entry.file_name().as_encoded_bytes().starts_with(&prefix) {
-            continue;
-        }
-        let path = entry.path();
-        let dead = File::open(&path).is_ok_and(|file| lock(&file, &path).is_ok());
-        if dead && let Err(error) = fs::remove_file(&path) {
-            tracing::warn!(path = %path.display(), %error, "cannot remove what a killed writer left");
         }
     }
 }

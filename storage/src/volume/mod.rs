@@ -21,6 +21,7 @@ mod block_device;
 mod file;
 mod hold;
 mod lane;
+mod leftovers;
 mod published;
 
 use std::fs::File;
@@ -37,6 +38,7 @@ use file::PartialFile;
 pub(crate) use file::partial_path;
 pub(crate) use hold::{is_block_device, leads_to, open_held};
 pub(crate) use lane::Lane;
+pub(crate) use leftovers::remove_leftovers;
 pub(crate) use published::{Published, allocated, remove, sync_name};
 
 use crate::ByteCount;

@@ -7,8 +7,8 @@
 //! ```
 //!
 //! Every block of the layout must have been written when the image is sealed, each once, each
-//! whole. RAM goes to the disk from where the guest has it: a chunk is scanned, summed and written
-//! with O_DIRECT out of the mapping. Only a chunk that is a mixture of data and holes, or is compressed or
+//! whole. RAM on huge pages goes to the disk from where the guest has it: a chunk is scanned, summed and written
+//! with O_DIRECT out of the mapping. A chunk on small pages, or that is a mixture of data and holes, or is compressed or
 //! encrypted, goes through a buffer.
 
 use std::io;

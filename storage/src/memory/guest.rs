@@ -3,13 +3,14 @@
 use std::fs::File;
 use std::io;
 use std::ops::Range;
+use std::os::unix::fs::MetadataExt;
 
 use rustix::fs::{SeekFrom, seek};
 use rustix::io::Errno;
 
 use super::{MemoryError, check_length};
 use crate::ByteCount;
-use crate::sys::{AlignedBuf, Mapping};
+use crate::sys::{AlignedBuf, HUGE_PAGE_BYTES, Mapping};
 use crate::volume::Lane;
 
 /// RAM of a stopped guest, mapped read-only and shared from the file that backs it.
@@ -22,6 +23,7 @@ pub struct GuestMemory {
     mapping: Mapping,
     file: File,
     length: ByteCount,
+    on_huge_pages: bool,
 }
 
 impl GuestMemory {
@@ -33,13 +35,11 @@ impl GuestMemory {
     /// not a positive number of 4 KiB pages, [`MemoryError::Io`] if the system refuses.
     pub fn map(file: File, length: ByteCount) -> Result<Self, MemoryError> {
         check_length(length)?;
-        let found = file
-            .metadata()
-            .map_err(|source| MemoryError::Io {
-                operation: "look at",
-                source,
-            })?
-            .len();
+        let metadata = file.metadata().map_err(|source| MemoryError::Io {
+            operation: "look at",
+            source,
+        })?;
+        let found = metadata.len();
         if found < length.0 {
             return Err(MemoryError::Short {
                 needed: length,
@@ -54,7 +54,15 @@ impl GuestMemory {
             mapping,
             file,
             length,
+            // tmpfs and hugetlbfs tell the page that they use where they can as the preferred size of I/O.
+            on_huge_pages: metadata.blksize() >= HUGE_PAGE_BYTES as u64,
         })
+    }
+
+    /// Whether it lies on huge pages. Small ones are all over the machine's memory: each is a piece of its own to a
+    /// device.
+    pub(crate) fn is_on_huge_pages(&self) -> bool {
+        self.on_huge_pages
     }
 
     /// Length of the RAM.

@@ -1,11 +1,14 @@
 //! A buffer that O_DIRECT accepts.
 
-use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
+use std::alloc::{Layout, alloc, alloc_zeroed, dealloc, handle_alloc_error};
 use std::fmt;
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
 
 use super::ALIGNMENT;
+
+/// The huge page of x86 and, with 4 KiB pages, of arm64.
+pub(crate) const HUGE_PAGE_BYTES: usize = 2 << 20;
 
 /// Zeroed memory whose address and length are multiples of [`ALIGNMENT`].
 pub(crate) struct AlignedBuf {
@@ -32,6 +35,24 @@ impl AlignedBuf {
         }
     }
 
+    /// A buffer as [`AlignedBuf::zeroed`] makes it, on huge pages where the system gives them: a device is handed few long
+    /// pieces of memory instead of many of a page.
+    pub(crate) fn on_huge_pages(length: usize) -> Self {
+        let length = length.max(1).next_multiple_of(HUGE_PAGE_BYTES);
+        let layout = Layout::from_size_align(length, HUGE_PAGE_BYTES)
+            .expect("a buffer is far smaller than the address space");
+        // SAFETY: `layout` has a non-zero size, checked just above.
+        let Some(start) = NonNull::new(unsafe { alloc(layout) }) else {
+            handle_alloc_error(layout)
+        };
+        // SAFETY: these are whole pages of an allocation of our own, and the advice changes no content. Only a hint: a
+        // system that does not know it gives small pages.
+        unsafe { libc::madvise(start.as_ptr().cast(), length, libc::MADV_HUGEPAGE) };
+        // SAFETY: `start` is valid for writes of `layout.size()` bytes, which are initialized by this.
+        unsafe { start.as_ptr().write_bytes(0, length) };
+        Self { start, layout }
+    }
+
     /// Its length, told without looking at its bytes.
     pub(super) fn length(&self) -> usize {
         self.layout.size()
@@ -56,7 +77,7 @@ impl DerefMut for AlignedBuf {
 
 impl Drop for AlignedBuf {
     fn drop(&mut self) {
-        // SAFETY: allocated in `zeroed` with this very layout, and freed only here.
+        // SAFETY: allocated with this very layout, and freed only here.
         unsafe { dealloc(self.start.as_ptr(), self.layout) }
     }
 }

@@ -13,7 +13,7 @@ pub(crate) mod probe;
 pub(crate) mod uring;
 mod writeback;
 
-pub(crate) use aligned::AlignedBuf;
+pub(crate) use aligned::{AlignedBuf, HUGE_PAGE_BYTES};
 pub(crate) use direct::DirectFile;
 pub(crate) use mapping::Mapping;
 pub(crate) use paged::PagedBuf;

@@ -14,8 +14,8 @@
 //! ```
 //!
 //! What is left loads into a QEMU that has its RAM already, with no capability set; with page
-//! records put back in by [`write_precopy`] it loads into one that has not. Integers in the stream
-//! are big-endian.
+//! records put back in by [`write_precopy`] it loads into one that has not; in the pieces of
+//! [`Postcopy`] it loads into one that runs at once. Integers in the stream are big-endian.
 //!
 //! One parser reads a stream that is in memory ([`Recording::parse`]) and one that is still coming,
 //! whose pages go to a sink one by one and whose other parts are bounded. With multifd the pages come
@@ -38,6 +38,7 @@ mod mapped_ram;
 mod multifd;
 mod page_sink;
 mod parse;
+mod postcopy;
 mod precopy;
 mod recording;
 mod slice;
@@ -52,6 +53,7 @@ pub(crate) use multifd::MULTIFD_MAGIC;
 pub use multifd::{MULTIFD_OPENING_BYTES, MULTIFD_PACKET_BYTES, MultifdError, MultifdOpening, MultifdPacket};
 pub(crate) use page_sink::{PageSink, ReceiveError};
 pub(crate) use parse::receive;
+pub use postcopy::Postcopy;
 pub use precopy::{PrecopyError, try_write_precopy, write_precopy};
 pub use recording::{Recording, StreamBlock};
 pub(crate) use wire::MAGIC as STREAM_MAGIC;

@@ -72,7 +72,7 @@ pub enum PrecopyError<E> {
     Output(#[from] io::Error),
 }
 
-fn write_page(
+pub(super) fn write_page(
     recording: &Recording,
     page: &Page<'_>,
     current: Option<usize>,

@@ -123,11 +123,20 @@ impl Recording {
 
     /// All that stands before the pages.
     pub(super) fn write_head(&self, out: &mut impl Write) -> io::Result<()> {
+        self.write_configuration(out)?;
+        self.write_block_list(out)
+    }
+
+    /// What a stream begins with.
+    pub(super) fn write_configuration(&self, out: &mut impl Write) -> io::Result<()> {
         out.write_all(&wire::MAGIC.to_be_bytes())?;
         out.write_all(&wire::VERSION.to_be_bytes())?;
         out.write_all(&self.configuration)?;
-        out.write_all(&self.opening)?;
+        out.write_all(&self.opening)
+    }
 
+    /// The section that begins RAM.
+    pub(super) fn write_block_list(&self, out: &mut impl Write) -> io::Result<()> {
         self.write_section_type(wire::SECTION_START, out)?;
         out.write_all(b"\x03ram")?;
         out.write_all(&self.section.instance.to_be_bytes())?;

@@ -1,5 +1,6 @@
 //! The image as the place where chunks go that come over connections.
 
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use super::ImageError;
@@ -8,12 +9,18 @@ use super::chunks::{CHUNK_BYTES, Chunk, chunk_count};
 use crate::incoming::ChunkSink;
 use crate::sys::AlignedBuf;
 
+/// So many buffers are on huge pages, which a device takes faster; a guest whose pages come in order needs less than twenty.
+/// More are for memory that comes from everywhere at once, and small: a huge page holds two.
+const ON_HUGE_PAGES: usize = 64;
+
 /// Writes whole chunks of all blocks, in whatever order they come, and remembers what became of them.
 pub(super) struct Received<'a> {
     writer: ChunkWriter<'a>,
     /// Buffers whose chunks were written. Who completes a chunk is often not who begins one: without
     /// this, buffers would pile up with the one while the other makes new ones.
     pool: Mutex<Vec<AlignedBuf>>,
+    /// Buffers that were made.
+    made: AtomicUsize,
     /// By block and index.
     chunks: Mutex<Vec<Vec<Option<Chunk>>>>,
 }
@@ -31,6 +38,7 @@ impl<'a> Received<'a> {
         Self {
             chunks: Mutex::new(chunks.collect()),
             pool: Mutex::default(),
+            made: AtomicUsize::new(0),
             writer,
         }
     }
@@ -58,7 +66,13 @@ impl ChunkSink for Received<'_> {
     fn buffer(&self, lane: &mut ReceivingLane) -> AlignedBuf {
         let own = lane.worker.lane().spare();
         own.or_else(|| self.pool.lock().unwrap_or_else(PoisonError::into_inner).pop())
-            .unwrap_or_else(|| lane.worker.buffer())
+            .unwrap_or_else(|| {
+                if self.made.fetch_add(1, Ordering::Relaxed) < ON_HUGE_PAGES {
+                    AlignedBuf::on_huge_pages(CHUNK_BYTES as usize)
+                } else {
+                    lane.worker.buffer()
+                }
+            })
     }
 
     fn put(

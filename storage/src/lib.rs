@@ -1,7 +1,7 @@
 //! The memory image of a hibernated machine: its format, the direct writer, the reader, and the
 //! codec of QEMU's migration stream.
 //!
-//! Guest RAM goes from its own pages to the disk and back without passing through QEMU, where it can
+//! Guest RAM goes to the disk and back without passing through QEMU, where it can
 //! be seen from outside; where not, it comes as a migration over several connections. Device state
 //! arrives as QEMU's migration stream and is kept in one normalized form from which every way to wake
 //! can be fed.

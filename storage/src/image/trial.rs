@@ -54,7 +54,8 @@ pub fn try_volume(target: &Path, needed: ByteCount, run: &Run<'_>) -> Result<Tri
         });
     }
     let id = Uuid::new_v4();
-    let beside = target.with_file_name(format!("dormouse-trial-{id}"));
+    // One name for all, of which the volume makes one of its own: what a killed trial left is swept up by the next.
+    let beside = target.with_file_name("dormouse-trial");
     let volume = Volume::create(&beside, false, id, None)?;
     let available = volume.available()?;
     volume.reserve(needed)?;

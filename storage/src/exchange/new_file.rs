@@ -4,19 +4,18 @@
 //! when it is whole and on the disk. Dropped before that it is gone. What a killed writer left is
 //! removed by the next one that writes to the same target.
 
-use std::ffi::OsString;
-use std::fs::{self, File, OpenOptions};
+use std::fs::{self, File};
 use std::io;
-use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{AtFlags, CWD, FlockOperation, RenameFlags};
+use rustix::fs::{AtFlags, CWD, RenameFlags};
 use rustix::io::Errno;
 use uuid::Uuid;
 
 use crate::image::ImageError;
 use crate::image::error::is_out_of_space;
-use crate::volume::remove_leftovers;
+use crate::volume::{create_beside, folder_of};
 use crate::{ByteCount, Image};
 
 /// A file that is written and has not its name yet.
@@ -34,39 +33,16 @@ impl NewFile {
     /// Begins a file that will be at `target`. With `replace` it may take the place of a file that is
     /// there, but never of an image of ours: that could be the only copy of a guest.
     pub(super) fn create(target: &Path, replace: bool) -> Result<Self, ImageError> {
-        let Some(name) = target.file_name() else {
-            return Err(ImageError::io(
-                "create",
-                target,
-                io::Error::from(io::ErrorKind::InvalidInput),
-            ));
-        };
         check_target(target, replace)?;
-        let folder = folder_of(target);
-        let mut prefix = OsString::from(".");
-        prefix.push(name);
-        prefix.push(".export-");
-        remove_leftovers(&folder, &prefix);
-        prefix.push(Uuid::new_v4().to_string());
-        let path = folder.join(prefix);
-        let file = OpenOptions::new()
-            .read(true)
-            .write(true)
-            .create_new(true)
-            .mode(0o600)
-            .open(&path)
-            .map_err(|source| ImageError::io("create", &path, source))?;
-        let new = Self {
+        let (file, path) = create_beside(target, "export", Uuid::new_v4())?;
+        Ok(Self {
             file,
             path,
             target: target.to_owned(),
-            folder,
+            folder: folder_of(target).to_owned(),
             replace,
             named: false,
-        };
-        rustix::fs::flock(&new.file, FlockOperation::NonBlockingLockExclusive)
-            .map_err(|error| ImageError::io("lock", &new.path, error))?;
-        Ok(new)
+        })
     }
 
     pub(super) fn file(&self) -> &File {
@@ -152,13 +128,6 @@ impl Drop for NewFile {
 }
 
 /// The folder that a path lies in.
-pub(super) fn folder_of(target: &Path) -> PathBuf {
-    match target.parent() {
-        Some(folder) if !folder.as_os_str().is_empty() => folder.to_owned(),
-        _ => PathBuf::from("."),
-    }
-}
-
 /// Bytes free for those who are not root.
 pub(super) fn free_in(folder: &Path) -> Result<ByteCount, ImageError> {
     let free = rustix::fs::statvfs(folder)

@@ -9,23 +9,25 @@
 //! locked from the beginning, changes places with the new file at the end, and is removed only when
 //! the change is on the disk. If that fails it gets its name back.
 
-use std::ffi::OsString;
-use std::fs::{self, File, OpenOptions};
+use std::fs::{self, File};
 use std::io;
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{AtFlags, CWD, FallocateFlags, RenameFlags};
 use rustix::io::Errno;
 use uuid::Uuid;
 
+use super::beside::{create_beside, folder_of, path_beside};
 use super::block_device::wipe;
-use super::hold::{leads_to, lock, open_held};
-use super::leftovers::remove_leftovers;
+use super::hold::{leads_to, open_held};
 use crate::ByteCount;
 use crate::image::reader::read_superblocks;
 use crate::image::superblock::{COPY_BYTES, COPY_OFFSETS, FORMAT_VERSION, Superblocks};
 use crate::image::{ImageError, ImageState};
+
+/// What the hidden files of images are called.
+const PARTIAL: &str = "partial";
 
 /// A file that is written but has not its name yet.
 #[derive(Debug)]
@@ -43,36 +45,16 @@ pub(super) struct PartialFile {
 
 impl PartialFile {
     pub(super) fn create(target: &Path, replace: bool, id: Uuid) -> Result<Self, ImageError> {
-        let (Some(name), Some(path)) = (target.file_name(), partial_path(target, id)) else {
-            return Err(ImageError::io(
-                "create",
-                target,
-                io::Error::from(io::ErrorKind::InvalidInput),
-            ));
-        };
-        let folder = folder_of(target).to_owned();
         let replaced = lock_target(target, replace)?;
-        let mut prefix = OsString::from(".");
-        prefix.push(name);
-        prefix.push(".partial-");
-        remove_leftovers(&folder, &prefix);
-        let file = OpenOptions::new()
-            .read(true)
-            .write(true)
-            .create_new(true)
-            .mode(0o600)
-            .open(&path)
-            .map_err(|source| ImageError::io("create", &path, source))?;
-        let partial = Self {
+        let (file, path) = create_beside(target, PARTIAL, id)?;
+        Ok(Self {
             file,
             path,
             target: target.to_owned(),
-            folder,
+            folder: folder_of(target).to_owned(),
             replaced,
             partial: true,
-        };
-        lock(&partial.file, &partial.path)?;
-        Ok(partial)
+        })
     }
 
     pub(super) fn path(&self) -> &Path {
@@ -196,17 +178,7 @@ impl PartialFile {
 
 /// Where the image `id` is written on its way to `target`; `None` if that names no file.
 pub(crate) fn partial_path(target: &Path, id: Uuid) -> Option<PathBuf> {
-    let mut name = OsString::from(".");
-    name.push(target.file_name()?);
-    name.push(format!(".partial-{id}"));
-    Some(folder_of(target).join(name))
-}
-
-fn folder_of(target: &Path) -> &Path {
-    match target.parent() {
-        Some(folder) if !folder.as_os_str().is_empty() => folder,
-        _ => Path::new("."),
-    }
+    path_beside(target, PARTIAL, id)
 }
 
 /// What the partial name leads to once the target leads to the new image.
@@ -303,7 +275,7 @@ mod tests {
         assert!(!read_only.withdraw(Left::Nothing, &broken_folder));
         assert_eq!(fs::read(&link).unwrap(), [7; 2 * COPY_BYTES]);
 
-        let file = OpenOptions::new().write(true).open(&link).unwrap();
+        let file = File::options().write(true).open(&link).unwrap();
         let writable = published(&target, file);
         assert!(writable.withdraw(Left::Nothing, &broken_folder));
         assert_eq!(fs::read(&link).unwrap(), [0; 2 * COPY_BYTES]);

@@ -17,11 +17,11 @@
 //!   not written.
 
 mod backend;
+mod beside;
 mod block_device;
 mod file;
 mod hold;
 mod lane;
-mod leftovers;
 mod published;
 
 use std::fs::File;
@@ -33,12 +33,12 @@ use std::sync::Arc;
 use uuid::Uuid;
 
 pub use backend::{Backend, VolumeKind};
+pub(crate) use beside::{create_beside, folder_of};
 use block_device::DeviceInWriting;
 use file::PartialFile;
 pub(crate) use file::partial_path;
 pub(crate) use hold::{is_block_device, leads_to, open_held};
 pub(crate) use lane::Lane;
-pub(crate) use leftovers::remove_leftovers;
 pub(crate) use published::{Published, allocated, remove, sync_name};
 
 use crate::ByteCount;

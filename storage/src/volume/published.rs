@@ -10,6 +10,7 @@ use std::sync::Arc;
 use rustix::fs::FallocateFlags;
 use rustix::io::Errno;
 
+use super::beside::folder_of;
 use super::{VolumeKind, block_device, leads_to};
 use crate::image::ImageError;
 use crate::sys::{self, AlignedBuf, DirectFile};
@@ -145,8 +146,7 @@ pub(crate) fn sync_name(held: &File, path: &Path) -> io::Result<()> {
     if held.metadata()?.file_type().is_block_device() {
         return Ok(());
     }
-    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
-    File::open(folder.unwrap_or(Path::new("."))).and_then(|folder| folder.sync_all())
+    File::open(folder_of(path)).and_then(|folder| folder.sync_all())
 }
 
 /// Space that an image takes: of a file what the file system says, of a device all up to its end.

@@ -34,10 +34,10 @@ pub use domain::{Domain, DomainDisk};
 pub use libvirt::LibvirtHeader;
 
 use self::staging::Staging;
-use super::new_file::{folder_of, free_in};
+use super::new_file::free_in;
 use crate::image::manifest::{GuestState, Manifest};
 use crate::migration::{MappedFile, ReadError, Recording, StreamError};
-use crate::volume::is_block_device;
+use crate::volume::{folder_of, is_block_device};
 use crate::{
     BlockSize, ByteCount, CreateOptions, ImageError, ImageWriter, Layout, MemoryWritten, Run, SealedImage,
 };
@@ -312,7 +312,7 @@ impl Source {
         let (folder, needed) = match is_block_device(target) {
             // There the image has its own place.
             true => (PathBuf::from("/var/tmp"), self.staged_bound()),
-            false => (folder_of(target), self.space_needed()?),
+            false => (folder_of(target).to_owned(), self.space_needed()?),
         };
         let available = free_in(&folder)?;
         if available < needed {

@@ -1,7 +1,7 @@
 //! The laboratory: real QEMU builds, guests that can be checked from outside, and faults to order.
 //!
 //! A test reads like what a person would do. [`Lab`] is its folder and sweeps up after it; a guest
-//! ([`BootSectorGuest`], [`LinuxGuest`]) knows its QEMU command line and what it should be saying;
+//! ([`BootSectorGuest`], [`SectorWriter`], [`LinuxGuest`]) knows its QEMU command line and what it should be saying;
 //! [`Dormouse`] runs the command-line program; [`Monitor`] looks into a guest through a second
 //! monitor of its own; [`play_agent`] is a guest's agent; [`faults`] breaks things.
 //!
@@ -19,6 +19,7 @@ mod monitor;
 mod processes;
 mod qemu;
 mod scene;
+mod sector_writer;
 mod volumes;
 mod wait;
 
@@ -30,5 +31,6 @@ pub use lab::Lab;
 pub use monitor::Monitor;
 pub use qemu::{PlainQemu, QemuBuild};
 pub use scene::Scene;
+pub use sector_writer::SectorWriter;
 pub use volumes::LoopDevice;
 pub use wait::{PATIENCE, until};

@@ -31,7 +31,11 @@ impl Cycle {
     fn number(number: usize, build: QemuBuild) -> Self {
         let maps = build.maps_images() && number % 4 < 2;
         Self {
-            engine: if number.is_multiple_of(3) { "stream" } else { "auto" },
+            engine: if number.is_multiple_of(3) {
+                "stream"
+            } else {
+                "auto"
+            },
             mode: if maps { "map" } else { "eager" },
             is_on_device: number % 2 == 1,
         }

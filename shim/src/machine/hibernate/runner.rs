@@ -86,6 +86,7 @@ pub async fn hibernate(
     );
     let (mut machine, first) = Machine::begin();
     let mut watchdog = Watchdog::new(work.request.limits, Instant::now());
+    let mut given_up_at = None;
     let mut next = Some(first);
     while let Some(effect) = next {
         told.send_modify(|told| told.phase = machine.phase());
@@ -112,6 +113,7 @@ pub async fn hibernate(
                     }
                 };
                 if machine.step(news) == Some(Effect::Interrupt) {
+                    given_up_at.get_or_insert_with(Instant::now);
                     interrupt.raise();
                 }
             }
@@ -124,7 +126,12 @@ pub async fn hibernate(
     told.send_modify(|told| told.phase = machine.phase());
     match machine.failure().cloned() {
         // Asked, not deduced: somebody else may have done something to the guest as well.
-        Some(failure) => Err(failure.with_guest(work.guest_state().await)),
+        Some(failure) => Err(Failure {
+            given_back_after: given_up_at
+                .filter(|_| machine.phase() == Phase::Failed)
+                .map(|at| work.given_back_at.unwrap_or_else(Instant::now) - at),
+            ..failure.with_guest(work.guest_state().await)
+        }),
         None => work.report(),
     }
 }
@@ -165,6 +172,7 @@ struct Work {
     /// Threads that write an image that nobody wants any more; they end when the storage lets them.
     abandoned: Option<JoinHandle<()>>,
     paused_at: Option<Instant>,
+    given_back_at: Option<Instant>,
     pause_ms: f64,
     timings_ms: Vec<(Phase, f64)>,
 }
@@ -198,6 +206,7 @@ impl Work {
             sealed: None,
             abandoned: None,
             paused_at: None,
+            given_back_at: None,
             pause_ms: 0.0,
             timings_ms: Vec::new(),
         }
@@ -472,6 +481,7 @@ impl Work {
         }
         let settings = self.settings.take();
         let given_back = give_guest_back(&self.client, give_back, &mut self.connections, settings).await;
+        self.given_back_at = Some(Instant::now());
         self.remove_partial_image().await;
         given_back
     }

@@ -21,20 +21,25 @@ impl SmallVolume {
     /// A volume of `mib` MiB, file system included.
     pub fn new(lab: &Lab, mib: u64) -> Self {
         let backing = lab.path("small-volume.ext4");
-        let mount_point = lab.path("small-volume");
         let file = File::create(&backing).expect("the volume's file can be made");
         file.set_len(mib << 20).expect("the volume's file can be sized");
+        Self::over(lab, &backing, &["-o", "loop"])
+    }
+
+    /// A volume on a device, all of which it takes.
+    pub fn on(lab: &Lab, device: &Path) -> Self {
+        Self::over(lab, device, &[])
+    }
+
+    fn over(lab: &Lab, backing: &Path, options: &[&str]) -> Self {
+        let mount_point = lab.path("small-volume");
         fs::create_dir(&mount_point).expect("the mount point can be made");
         must_run(
             Command::new("mkfs.ext4")
                 .args(["-q", "-F", "-m", "0"])
-                .arg(&backing),
+                .arg(backing),
         );
-        must_run(
-            Command::new("mount")
-                .args(["-o", "loop"])
-                .args([&backing, &mount_point]),
-        );
+        must_run(Command::new("mount").args(options).args([backing, &mount_point]));
         Self { mount_point }
     }
 

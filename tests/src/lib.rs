@@ -20,6 +20,7 @@ mod processes;
 mod qemu;
 mod scene;
 mod sector_writer;
+mod unpluggable;
 mod volumes;
 mod wait;
 
@@ -32,5 +33,6 @@ pub use monitor::Monitor;
 pub use qemu::{PlainQemu, QemuBuild};
 pub use scene::Scene;
 pub use sector_writer::SectorWriter;
+pub use unpluggable::{DeviceOnVolume, UnpluggableDevice};
 pub use volumes::LoopDevice;
 pub use wait::{PATIENCE, until};

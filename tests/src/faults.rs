@@ -4,7 +4,7 @@ use std::{
     fs::{self, File, OpenOptions},
     os::unix::fs::FileExt,
     path::{Path, PathBuf},
-    process::Command,
+    process::{Command, Stdio},
     time::Instant,
 };
 
@@ -60,7 +60,12 @@ impl SmallVolume {
 impl Drop for SmallVolume {
     fn drop(&mut self) {
         // Lazily: a process that a failed test leaves may still have a file open.
-        let _ = Command::new("umount").arg("-l").arg(&self.mount_point).status();
+        // Quietly: the laboratory may have done it.
+        let _ = Command::new("umount")
+            .arg("-l")
+            .arg(&self.mount_point)
+            .stderr(Stdio::null())
+            .status();
     }
 }
 

@@ -104,10 +104,10 @@ fn what_is_left_on_a_device_that_takes_no_more_writes_is_no_image() {
 #[test]
 fn a_device_with_less_behind_it_than_it_says_gives_the_guest_back() {
     for engine in ENGINES {
-        let foreign = guest(QemuBuild::V10_0, Path::new("/nowhere"));
+        let mut foreign = guest(QemuBuild::V10_0, Path::new("/nowhere"));
         let volume = SmallVolume::new(&foreign.scene.lab, 48);
         let device = DeviceOnVolume::new(&volume, DEVICE_MIB);
-        let foreign = foreign.with_image_at(device.path().to_owned());
+        foreign = foreign.with_image_at(device.path().to_owned());
         let settings = foreign.settings();
         let outcome = foreign.hibernate(&["--engine", engine]);
         let error = outcome.result()["error"].clone();
@@ -142,9 +142,9 @@ fn a_file_whose_disk_is_pulled_out_gives_the_guest_back() {
     for build in BUILDS {
         for engine in ENGINES {
             let device = UnpluggableDevice::new(256);
-            let foreign = guest(build, Path::new("/nowhere"));
+            let mut foreign = guest(build, Path::new("/nowhere"));
             let volume = SmallVolume::on(&foreign.scene.lab, device.path());
-            let foreign = foreign.with_image_at(volume.path("guest.image"));
+            foreign = foreign.with_image_at(volume.path("guest.image"));
             let settings = foreign.settings();
             let outcome = disturbed(&foreign, engine, || device.unplug());
             expect_failed(&outcome, STORAGE);
@@ -158,10 +158,10 @@ fn a_file_whose_disk_is_pulled_out_gives_the_guest_back() {
 #[test]
 fn a_device_that_hangs_is_left_to_itself_by_a_cancel() {
     for engine in ENGINES {
-        let foreign = guest(QemuBuild::V10_0, Path::new("/nowhere"));
+        let mut foreign = guest(QemuBuild::V10_0, Path::new("/nowhere"));
         let volume = SmallVolume::new(&foreign.scene.lab, 256);
         let device = DeviceOnVolume::new(&volume, DEVICE_MIB);
-        let foreign = foreign.with_image_at(device.path().to_owned());
+        foreign = foreign.with_image_at(device.path().to_owned());
         let settings = foreign.settings();
         let options = ["--engine", engine, "--rate-limit", "16M"];
         let is_time = |line: &Value| line["phase"] == "SavingMemory" && line["bytes"] != 0;

@@ -24,7 +24,7 @@ use tokio::time::Instant;
 use uuid::Uuid;
 
 use super::direct::{self, Source};
-use super::ending::end_qemu;
+use super::ending::{end_qemu, give_space_back};
 use super::give_back::give_guest_back;
 use super::limits::Watchdog;
 use super::machine::{CancelAnswer, Effect, GiveBack, Input, Machine, Phase};
@@ -455,20 +455,8 @@ impl Work {
         let plan = self.plan()?;
         self.note_anyway(Point::Sealed).await;
         end_qemu(&self.client, plan.pid, &self.request.target).await?;
-        if let Some(mut sealed) = self.sealed.take() {
-            // Space that is not given back is no reason to call a sealed image a failure.
-            let given_back = blocking(move || {
-                let run = Run {
-                    threads: WORKER_THREADS,
-                    progress: &Progress::default(),
-                    cancelled: &std::sync::atomic::AtomicBool::new(false),
-                };
-                Ok(sealed.give_back(&run)?)
-            })
-            .await;
-            if let Err(failure) = given_back {
-                tracing::warn!(%failure, "cannot give back the image's unused space");
-            }
+        if let Some(sealed) = self.sealed.take() {
+            give_space_back(sealed).await;
         }
         Ok(())
     }

@@ -3,7 +3,7 @@
 //! A test reads like what a person would do. [`Lab`] is its folder and sweeps up after it; a guest
 //! ([`BootSectorGuest`], [`SectorWriter`], [`LinuxGuest`]) knows its QEMU command line and what it should be saying;
 //! [`Dormouse`] runs the command-line program; [`Monitor`] looks into a guest through a second
-//! monitor of its own; [`play_agent`] is a guest's agent; [`faults`] breaks things.
+//! monitor of its own; [`play_agent`] is a guest's agent; [`faults`] breaks things, and [`interrupted`] kills Dormouse.
 //!
 //! `tests/lab/fetch all` brings what is needed. Everything runs under TCG, so any machine will do.
 
@@ -14,6 +14,7 @@ mod dormouse;
 pub mod faults;
 mod foreign;
 mod guest;
+pub mod interrupted;
 mod lab;
 mod monitor;
 mod processes;

@@ -31,14 +31,23 @@ impl SmallVolume {
         Self::over(lab, device, &[])
     }
 
+    /// What is in a file that was a volume before.
+    pub fn found_in(lab: &Lab, file: &Path) -> Self {
+        Self::mounted(lab, file, &["-o", "loop"])
+    }
+
     fn over(lab: &Lab, backing: &Path, options: &[&str]) -> Self {
-        let mount_point = lab.path("small-volume");
-        fs::create_dir(&mount_point).expect("the mount point can be made");
         must_run(
             Command::new("mkfs.ext4")
                 .args(["-q", "-F", "-m", "0"])
                 .arg(backing),
         );
+        Self::mounted(lab, backing, options)
+    }
+
+    fn mounted(lab: &Lab, backing: &Path, options: &[&str]) -> Self {
+        let mount_point = lab.path("small-volume");
+        fs::create_dir(&mount_point).expect("the mount point can be made");
         must_run(Command::new("mount").args(options).args([backing, &mount_point]));
         Self { mount_point }
     }

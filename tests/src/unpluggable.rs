@@ -1,7 +1,7 @@
 //! A block device that can be pulled out, and one that has less behind it than it says.
 
 use std::{
-    fs::File,
+    fs::{self, File},
     os::fd::{AsRawFd, OwnedFd},
     path::{Path, PathBuf},
     process::Command,
@@ -45,6 +45,12 @@ impl UnpluggableDevice {
     /// From now on every write fails. What was written can be read.
     pub fn take_no_more_writes(&self) {
         fcntl_add_seals(&self.memory, SealFlags::WRITE).expect("the device's memory can be sealed");
+    }
+
+    /// Copies all that is on it, as it would be found after a crash.
+    pub fn copy_to(&self, file: &Path) {
+        let memory = format!("/proc/self/fd/{}", self.memory.as_raw_fd());
+        fs::copy(memory, file).expect("the device can be copied");
     }
 
     /// From now on every read behind `mib` fails.

@@ -8,6 +8,7 @@
 //! - It can be done again, and be killed itself, at any point: it looks anew, and the record goes last.
 //! - Where guest and image might both be the guest, nothing is touched, and a person is told which is which.
 
+pub mod earlier;
 pub mod runner;
 pub mod verdict;
 

@@ -19,6 +19,7 @@ mod monitor;
 mod processes;
 mod qemu;
 mod scene;
+mod stand_in;
 mod volumes;
 mod wait;
 
@@ -30,5 +31,6 @@ pub use lab::Lab;
 pub use monitor::Monitor;
 pub use qemu::{PlainQemu, QemuBuild};
 pub use scene::Scene;
+pub use stand_in::StandIn;
 pub use volumes::LoopDevice;
 pub use wait::{PATIENCE, until};

@@ -1,5 +1,6 @@
 //! The wake: an image becomes a running guest, exactly once.
 
+pub mod guard;
 pub mod machine;
 pub mod plan;
 pub mod runner;

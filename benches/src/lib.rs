@@ -38,6 +38,7 @@ pub fn manifest() -> Manifest {
         machine: "pc".into(),
         machine_default_ram_id: None,
         cpu: None,
+        hardware: None,
         ram_blocks: vec![],
         command_line: None,
         working_directory: None,

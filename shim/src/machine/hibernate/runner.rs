@@ -591,6 +591,7 @@ impl Work {
             machine: plan.machine.clone(),
             machine_default_ram_id: plan.main_ram.clone(),
             cpu: plan.cpu.clone(),
+            hardware: Some(plan.hardware.clone()),
             ram_blocks: plan
                 .memory
                 .blocks

@@ -13,6 +13,7 @@ use dormouse_storage::{Image, ImageState, MemoryFile, Progress, Run, WORKER_THRE
 use tokio::sync::{mpsc, watch};
 use tokio::time::Instant;
 
+use super::guard;
 use super::machine::{Effect, Input, Machine, Phase};
 use super::plan::{Plan, check_state, plan};
 use super::{Mode, Report, Request};
@@ -236,7 +237,9 @@ impl<'a> Work<'a> {
 
     async fn check(&mut self) -> Result<(), Failure> {
         let (plan, image) = self.planned()?;
-        let present = disks::present(self.qemu()?.client(), &plan.directory).await?;
+        let client = self.qemu()?.client();
+        guard::check_machine(image.manifest(), client).await?;
+        let present = disks::present(client, &plan.directory).await?;
         disks::check_same(&image.manifest().disks, &present)
     }
 

@@ -49,6 +49,9 @@ const STOP_TIMEOUT: Duration = Duration::from_secs(600);
 /// How long a rollback waits for storage to let go of a partial image.
 const REMOVE_TIMEOUT: Duration = Duration::from_secs(10);
 
+/// How long QEMU may take to tell what its guest does when all is over: nobody waits for one that hangs.
+const LAST_LOOK: Duration = Duration::from_secs(5);
+
 /// How often it is looked whether the hibernation takes too long.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 
@@ -494,7 +497,7 @@ impl Work {
 
     /// What the guest does now.
     async fn guest_state(&self) -> GuestState {
-        match monitor::run_state(&self.client).await {
+        match monitor::run_state(&self.client.with_deadline(LAST_LOOK)).await {
             Ok(RunState::Running) => GuestState::Running,
             Ok(_) => GuestState::Paused,
             Err(_)

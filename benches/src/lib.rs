@@ -26,6 +26,7 @@ pub fn manifest() -> Manifest {
     Manifest {
         created_unix_ms: 0,
         dormouse_version: String::new(),
+        operation: None,
         vm_name: "bench".into(),
         qemu: Qemu {
             version: "10.0.2".into(),

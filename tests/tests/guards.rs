@@ -191,3 +191,21 @@ fn the_machine_type_behind_an_alias_is_pinned() {
         .expect_success();
     assert_eq!(inspected.result()["manifest"]["machine"], "pc-i440fx-10.0");
 }
+
+#[test]
+fn a_qemu_that_does_not_start_is_quoted() {
+    let scene = Scene::new(QemuBuild::V10_0);
+    let image = scene.hibernated();
+    let words = "'no-such-device' is not a valid device model name";
+    let changes = ["--json", "--", "-device", "no-such-device"];
+    let outcome = scene.dormouse.try_wake("guest", &image, &changes);
+    let outcome = outcome.expect_exit(REFUSED);
+    let message = outcome.result()["error"]["message"].to_string();
+    assert!(
+        message.contains(words) && message.contains("ended at its start"),
+        "{message}"
+    );
+    scene.lab.wait_for_no_qemu();
+    expect_sealed(&scene, &image);
+    expect_to_wake(&scene, &image);
+}

@@ -11,6 +11,7 @@ pub mod disks;
 pub mod engine;
 pub mod file_identity;
 pub mod hardware;
+pub mod last_words;
 pub mod memory;
 pub mod migration_socket;
 pub mod monitor;

@@ -9,6 +9,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
+use uuid::Uuid;
 
 use crate::ByteCount;
 
@@ -22,6 +23,9 @@ pub struct Manifest {
     pub created_unix_ms: u64,
     /// Version of Dormouse that wrote the image.
     pub dormouse_version: String,
+    /// The operation that made the image, by which a command that is repeated finds it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub operation: Option<Uuid>,
     /// Name of the guest.
     pub vm_name: String,
     /// The QEMU that the guest ran on.

@@ -221,6 +221,7 @@ fn manifest(source: &Source, name: &str, start: Start) -> Manifest {
     Manifest {
         created_unix_ms: u64::try_from(saved.as_millis()).unwrap_or(u64::MAX),
         dormouse_version: env!("CARGO_PKG_VERSION").to_owned(),
+        operation: None,
         vm_name: name.to_owned(),
         qemu: start.qemu,
         machine: source.machine().to_owned(),

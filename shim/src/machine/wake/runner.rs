@@ -257,19 +257,21 @@ impl<'a> Work<'a> {
             })
             .await?;
         let sent = tokio::io::AsyncWriteExt::write_all(&mut stream, &bytes).await;
-        let migration = wait_for_load_end(&client, LOAD_TIMEOUT)
-            .await
-            .map_err(|failure| {
-                // A QEMU that cannot load says why on its error output and ends.
-                if failure.code == Code::Unreachable {
-                    Failure::new(
-                        Code::Refused,
-                        "QEMU did not accept the image's device state and ended; it says why above",
-                    )
-                } else {
-                    failure
-                }
-            })?;
+        let migration = wait_for_load_end(&client, LOAD_TIMEOUT).await;
+        let migration = match migration {
+            // A QEMU that cannot load says why on its error output and ends.
+            Err(failure) if failure.code == Code::Unreachable => {
+                let words = match &mut self.qemu {
+                    Some(qemu) => qemu.last_words().await,
+                    None => String::new(),
+                };
+                return Err(Failure::new(
+                    Code::Refused,
+                    format!("QEMU did not accept the image's device state and ended: {words}"),
+                ));
+            }
+            migration => migration?,
+        };
         if migration.status != Some(MigrationStatus::Completed) {
             let why = migration
                 .error_desc

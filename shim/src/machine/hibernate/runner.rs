@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use dormouse_qmp::view::machine::RunState;
-use dormouse_qmp::{Client, Events, Heard, command};
+use dormouse_qmp::{Client, CommandError, Events, Heard, command};
 use dormouse_storage::image::manifest::{Backend, Guest, GuestState as SavedState, Manifest, RamBlock};
 use dormouse_storage::{
     CompleteImage, CreateOptions, ImageWriter, MemoryWritten, Progress, Recording, Run, SealedImage,
@@ -502,15 +502,24 @@ impl Work {
         match monitor::run_state(&self.client.with_deadline(LAST_LOOK)).await {
             Ok(RunState::Running) => GuestState::Running,
             Ok(_) => GuestState::Paused,
-            Err(_)
-                if self
-                    .plan
-                    .as_ref()
-                    .is_some_and(|plan| ProcessEnd::of(plan.pid).is_over()) =>
-            {
-                GuestState::Stopped
-            }
-            Err(_) => GuestState::Unknown,
+            Err(error) => self.guest_state_without_answer(&error).await,
+        }
+    }
+
+    /// A QEMU that hung up is most likely ending, which the end of its memory takes a while for.
+    async fn guest_state_without_answer(&self, error: &CommandError) -> GuestState {
+        let Some(plan) = &self.plan else {
+            return GuestState::Unknown;
+        };
+        let end = ProcessEnd::of(plan.pid);
+        if end.is_over() {
+            return GuestState::Stopped;
+        }
+        let hung_up = matches!(error, CommandError::ConnectionLost { .. });
+        let patience = if hung_up { LAST_LOOK } else { Duration::ZERO };
+        match blocking(move || Ok(end.wait(patience).unwrap_or(false))).await {
+            Ok(true) => GuestState::Stopped,
+            _ => GuestState::Unknown,
         }
     }
 

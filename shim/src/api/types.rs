@@ -9,6 +9,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use uuid::Uuid;
 use zeroize::Zeroizing;
 
+use super::snapshot::{NewSnapshot, Snapshot};
 use crate::error::{Code, Disposition, Failure, GuestState};
 use crate::machine::hibernate::machine::CancelAnswer;
 use crate::machine::{hibernate, suspend, wake};
@@ -99,6 +100,8 @@ pub enum NewOperation {
         #[serde(default, skip_serializing_if = "Option::is_none")]
         stall_timeout_ms: Option<u64>,
     },
+    /// Save the guest into an image, and let it go on.
+    Snapshot(NewSnapshot),
     /// Have the guest save itself onto its own disk, by its agent, and power off; then QEMU ends. There is no image.
     SuspendToDisk {
         /// The guest agent's socket, an absolute path; without it, the one that QEMU has for it.
@@ -114,6 +117,7 @@ impl NewOperation {
     pub fn kind(&self) -> OperationKind {
         match self {
             Self::Hibernate { .. } => OperationKind::Hibernate,
+            Self::Snapshot(_) => OperationKind::Snapshot,
             Self::SuspendToDisk { .. } => OperationKind::SuspendToDisk,
         }
     }
@@ -138,7 +142,7 @@ impl<'de> Deserialize<'de> for Key {
     }
 }
 
-mod compression {
+pub(super) mod compression {
     use dormouse_storage::Compression;
     use serde::de::Error;
     use serde::{Deserialize, Deserializer, Serializer};
@@ -178,6 +182,8 @@ impl From<hibernate::Storage> for Storage {
 pub enum OperationKind {
     /// The guest goes into an image.
     Hibernate,
+    /// A copy of the guest goes into an image.
+    Snapshot,
     /// The guest saves itself.
     SuspendToDisk,
 }
@@ -213,6 +219,8 @@ pub struct Operation {
 pub enum Ending {
     /// The guest is in an image.
     Hibernated(Box<Hibernated>),
+    /// A copy of the guest is in an image.
+    Snapshot(Box<Snapshot>),
     /// The guest is on its own disk.
     SuspendedToDisk(SuspendedToDisk),
 }
@@ -365,7 +373,7 @@ impl From<wake::Report> for Woken {
     }
 }
 
-fn by_name<P: std::fmt::Debug>(timings: &[(P, f64)]) -> BTreeMap<String, f64> {
+pub(super) fn by_name<P: std::fmt::Debug>(timings: &[(P, f64)]) -> BTreeMap<String, f64> {
     timings
         .iter()
         .map(|(phase, elapsed)| (format!("{phase:?}"), *elapsed))

@@ -8,6 +8,7 @@ mod key;
 mod recover;
 mod report;
 mod run;
+mod snapshot;
 mod status;
 mod wake;
 
@@ -50,6 +51,8 @@ enum Verb {
     Run(RunArguments),
     /// Save a guest's memory and devices into an image and end its QEMU
     Hibernate(HibernateArguments),
+    /// Save a guest's memory and devices into an image and let it go on
+    Snapshot(snapshot::SnapshotArguments),
     /// Bring the guest in an image back, and supervise it
     Wake(WakeArguments),
     /// Look into images, check, remove, export and import them
@@ -115,6 +118,16 @@ struct HibernateArguments {
     /// Only tell what would stand in the way, and what the hibernation would take; the guest is not touched
     #[arg(long, conflicts_with = "all")]
     dry_run: bool,
+    #[command(flatten)]
+    save: SaveArguments,
+    /// With --mode suspend-to-disk: the guest agent's socket [default: found by QEMU's virtio-serial ports]
+    #[arg(long, value_name = "SOCKET")]
+    agent: Option<PathBuf>,
+}
+
+/// How a guest gets into an image.
+#[derive(Debug, Args)]
+struct SaveArguments {
     /// Replace an image that is there already, once the new one is complete
     #[arg(long)]
     replace: bool,
@@ -131,18 +144,15 @@ struct HibernateArguments {
     /// Write at most so much in a second (bytes, or with a suffix: 200M, 1.5G)
     #[arg(long, value_name = "BYTES", value_parser = byte_count)]
     rate_limit: Option<ByteCount>,
-    /// Give the guest back if the image is not complete after this time (30s, 5m) [default: no limit]; with --mode
-    /// suspend-to-disk: how long the guest may take until it is off [default: 5m]
+    /// Give up, and the guest back, if the image is not complete after this time (30s, 5m) [default: no limit]; of a
+    /// suspend to disk: how long the guest may take until it is off [default: 5m]
     #[arg(long, value_name = "TIME", value_parser = humantime::parse_duration)]
     timeout: Option<Duration>,
-    /// Give the guest back if there is no progress for this time [default: 2m]
+    /// Give up, and the guest back, if there is no progress for this time [default: 2m]
     #[arg(long, value_name = "TIME", value_parser = humantime::parse_duration)]
     stall_timeout: Option<Duration>,
     #[command(flatten)]
     key: KeyArguments,
-    /// With --mode suspend-to-disk: the guest agent's socket [default: found by QEMU's virtio-serial ports]
-    #[arg(long, value_name = "SOCKET")]
-    agent: Option<PathBuf>,
 }
 
 /// Where a guest goes.
@@ -183,6 +193,10 @@ struct WakeArguments {
     /// Keep the image, marked as used, after the guest runs
     #[arg(long)]
     keep_image: bool,
+    /// Of a snapshot: its disks are copies from the moment of the snapshot, also where Dormouse cannot see that they are
+    /// other disks than those that its guest went on with
+    #[arg(long)]
+    disks_as_saved: bool,
     /// Check every chunk of RAM first, also in a mode that would not
     #[arg(long)]
     verify: bool,
@@ -252,6 +266,7 @@ fn start(cli: Cli, report: &Report) -> Result<ExitCode, Failure> {
         match cli.verb {
             Verb::Run(arguments) => run::run(arguments, &state, report).await,
             Verb::Hibernate(arguments) => hibernate::hibernate(arguments, &state, report).await,
+            Verb::Snapshot(arguments) => snapshot::snapshot(arguments, &state, report).await,
             Verb::Wake(arguments) => wake::wake(arguments, &state, report).await,
             Verb::Image(verb) => image::image(verb, &state, report).await,
             Verb::Recover(arguments) => recover::recover(arguments, &state, report).await,

@@ -62,7 +62,7 @@ pub async fn status(
     Ok(ExitCode::SUCCESS)
 }
 
-/// Hibernations whose process is gone.
+/// Hibernations and snapshots whose process is gone.
 fn interrupted(state: &StateDir) -> Vec<Record> {
     let found = journal::find(&state.operations()).unwrap_or_default();
     found
@@ -76,7 +76,8 @@ fn interrupted(state: &StateDir) -> Vec<Record> {
 
 fn describe_interrupted(record: &Record) -> String {
     format!(
-        "its hibernation to {} was interrupted, `dormouse recover` ends it",
+        "its {} to {} was interrupted, `dormouse recover` ends it",
+        record.aim,
         record.target.display()
     )
 }
@@ -99,6 +100,7 @@ pub fn describe(vm: &Vm) -> String {
     if let Some(operation) = &vm.operation {
         let kind = match operation.kind {
             OperationKind::Hibernate => "hibernation",
+            OperationKind::Snapshot => "snapshot",
             OperationKind::SuspendToDisk => "suspend to disk",
         };
         text.push_str(&format!("\n{kind} {}: {}", operation.id, operation.phase));

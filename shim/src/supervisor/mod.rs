@@ -30,10 +30,11 @@ use tokio::sync::{mpsc, oneshot, watch};
 use uuid::Uuid;
 
 use crate::api::routes;
+use crate::api::snapshot::NewSnapshot;
 use crate::api::types::{NewOperation, Operation, Ram, Woken};
 use crate::error::{Code, Failure};
 use crate::machine::hibernate::limits::Limits;
-use crate::machine::hibernate::machine::CancelAnswer;
+use crate::machine::hibernate::machine::{Aim, CancelAnswer};
 use crate::machine::hibernate::runner::Cancel;
 use crate::machine::{hibernate, suspend};
 use crate::signals::Signals;
@@ -209,6 +210,28 @@ fn pass_on(signal: Signal, supervised: &Supervised) {
     }
 }
 
+/// What a wish for a snapshot asks for.
+fn snapshot(wish: NewSnapshot, handle: &Handle) -> Result<hibernate::Request, Failure> {
+    let aim = Aim::Snapshot {
+        leave_paused: wish.leave_paused,
+    };
+    let as_of_hibernation = NewOperation::Hibernate {
+        to: wish.to,
+        replace: wish.replace,
+        engine: wish.engine,
+        channels: wish.channels,
+        compress: wish.compress,
+        key: wish.key,
+        rate_limit_bytes: wish.rate_limit_bytes,
+        timeout_ms: wish.timeout_ms,
+        stall_timeout_ms: wish.stall_timeout_ms,
+    };
+    Ok(hibernate::Request {
+        aim,
+        ..hibernation(as_of_hibernation, handle)?
+    })
+}
+
 /// What a wish for a hibernation asks for.
 pub fn hibernation(wish: NewOperation, handle: &Handle) -> Result<hibernate::Request, Failure> {
     let NewOperation::Hibernate {
@@ -233,6 +256,7 @@ pub fn hibernation(wish: NewOperation, handle: &Handle) -> Result<hibernate::Req
     }
     let limits = Limits::default();
     Ok(hibernate::Request {
+        aim: Aim::Hibernate,
         target: absolute(to)?,
         replace,
         engine,
@@ -310,6 +334,17 @@ impl Desk {
                         Ok(report) => tracing::info!(image = %report.image.display(), "hibernated"),
                         Err(failure) => {
                             tracing::warn!(code = ?failure.code, guest = ?failure.guest, %failure, "not hibernated")
+                        }
+                    }
+                })
+            }
+            NewOperation::Snapshot(wish) => {
+                let request = snapshot(wish, handle)?;
+                tokio::spawn(async move {
+                    match prepared.hibernate(client, request).await {
+                        Ok(report) => tracing::info!(image = %report.image.display(), "snapshot taken"),
+                        Err(failure) => {
+                            tracing::warn!(code = ?failure.code, guest = ?failure.guest, %failure, "no snapshot")
                         }
                     }
                 })

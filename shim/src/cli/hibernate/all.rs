@@ -55,7 +55,7 @@ pub async fn hibernate_all(
     let mut waiting = VecDeque::new();
     for name in present(state).await? {
         let target = folder.join(format!("{name}.dormouse"));
-        let checked = check_target(&target, arguments.replace);
+        let checked = check_target(&target, arguments.save.replace);
         match checked.and(check_supervisor(state, &name).await) {
             Ok(()) => waiting.push_back((name, target)),
             Err(failure) => note(&mut outcomes, report, name, Err(failure)),

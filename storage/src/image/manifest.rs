@@ -235,6 +235,10 @@ pub struct DiskWitness {
 pub struct Guest {
     /// What it was doing when the save was asked for, and will do again once woken.
     pub state_when_saved: GuestState,
+    /// Whether the guest went on in its QEMU after this: the image is a snapshot, not the only copy of
+    /// its guest, and what the guest's disks hold moves on from it.
+    #[serde(default)]
+    pub went_on: bool,
 }
 
 /// What a guest was doing.
@@ -261,6 +265,7 @@ mod tests {
         let manifest: Manifest = serde_json::from_str(json).unwrap();
         assert_eq!(manifest.guest.state_when_saved, GuestState::Paused);
         assert_eq!(manifest.qemu.binary, None);
+        assert!(!manifest.guest.went_on);
         assert!(manifest.disks.is_empty());
         let again: Manifest = serde_json::from_slice(&serde_json::to_vec(&manifest).unwrap()).unwrap();
         assert_eq!(again, manifest);

@@ -10,7 +10,7 @@ use dormouse_storage::{ImageState, SealedImage};
 use super::verdict::{Doubt, Facts, Verdict};
 use super::{Outcome, Recovered};
 use crate::error::{Code, Failure, GuestState};
-use crate::journal::{Journal, Record};
+use crate::journal::{Journal, Point, Record};
 use crate::machine::effect::blocking;
 use crate::machine::hibernate::ending::{end_qemu, give_space_back};
 use crate::machine::hibernate::give_back::give_guest_back;
@@ -40,6 +40,7 @@ pub async fn recover(journal: Journal) -> Result<Recovered, Failure> {
         name: record.vm_name,
         image: record.target,
         image_id: record.image_id,
+        aim: record.aim,
         outcome,
         guest,
     })
@@ -47,12 +48,20 @@ pub async fn recover(journal: Journal) -> Result<Recovered, Failure> {
 
 async fn bring_to_an_end(record: &Record) -> Result<(Outcome, GuestState), Failure> {
     let image = Interrupted::new(&record.target, record.image_id);
-    let client = connect(record).await?;
+    // A guest that was given back has nothing to wait for, and its monitor may be in use.
+    let is_back = record.aim.is_snapshot() && record.point != Point::Saving;
+    let client = match connect(record).await {
+        Err(_) if is_back => None,
+        connected => connected?,
+    };
     let state = match &client {
         Some(client) => Some(monitor::run_state(client).await?),
         None => None,
     };
-    let guest = guest_of(state.as_ref());
+    let guest = match &state {
+        None if is_back && record.qemu.is_alive() => GuestState::Unknown,
+        state => guest_of(state.as_ref()),
+    };
     let remains = {
         let image = image.clone();
         blocking(move || Ok(image.remains()?))
@@ -60,6 +69,7 @@ async fn bring_to_an_end(record: &Record) -> Result<(Outcome, GuestState), Failu
             .map_err(|failure| failure.with_guest(guest))?
     };
     let facts = Facts {
+        aim: record.aim,
         point: record.point,
         was_running: record.was_running,
         remains,
@@ -79,6 +89,22 @@ async fn bring_to_an_end(record: &Record) -> Result<(Outcome, GuestState), Failu
         (Verdict::KeepImage, _) => {
             finish(settle(image, remains).await?).await;
             Ok((Outcome::Hibernated, GuestState::Stopped))
+        }
+        (Verdict::KeepSnapshot, _) => {
+            settle(image, remains)
+                .await
+                .map_err(|failure| failure.with_guest(guest))?;
+            Ok((Outcome::Snapshot, guest))
+        }
+        (Verdict::DropSnapshot, _) => {
+            blocking(move || Ok(image.remove_unfinished()?))
+                .await
+                .map_err(|failure| failure.with_guest(guest))?;
+            let outcome = match guest {
+                GuestState::Stopped => Outcome::QemuGone,
+                _ => Outcome::GivenBack,
+            };
+            Ok((outcome, guest))
         }
         (Verdict::GiveBack { how, discard }, Some(client)) => give_back(record, image, &client, how, discard)
             .await

@@ -422,6 +422,33 @@ impl From<suspend::Report> for SuspendedToDisk {
     }
 }
 
+impl Woken {
+    /// What a person is told of it.
+    pub fn describe(&self) -> String {
+        let mode = serde_json::to_value(self.mode).unwrap_or_default();
+        let mode = mode.as_str().unwrap_or_default();
+        let split: Vec<String> = SPLIT
+            .iter()
+            .filter_map(|(phase, told)| Some(format!("{told} {:.0}", self.timings_ms.get(*phase)?)))
+            .collect();
+        format!(
+            "by {mode}, {:.0} ms from QEMU's start to running ({} ms)",
+            self.start_to_running_ms,
+            split.join(", ")
+        )
+    }
+}
+
+/// The phases of a wake that a person is told of.
+const SPLIT: [(&str, &str); 6] = [
+    ("Preparing", "memory"),
+    ("Starting", "start"),
+    ("Checking", "check"),
+    ("Loading", "load"),
+    ("Marking", "mark"),
+    ("Resuming", "resume"),
+];
+
 impl From<wake::Report> for Woken {
     fn from(report: wake::Report) -> Self {
         Self {

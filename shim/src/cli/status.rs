@@ -165,12 +165,10 @@ pub fn describe(vm: &Vm) -> String {
         vm.name, vm.run_state, vm.qemu_version, vm.pid
     );
     if let Some(woken) = &vm.woken {
-        let mode = serde_json::to_value(woken.mode).unwrap_or_default();
         text.push_str(&format!(
-            "\nwoken from {} by {}: {:.0} ms from QEMU's start to running",
+            "\nwoken from {} {}",
             woken.image.display(),
-            mode.as_str().unwrap_or_default(),
-            woken.start_to_running_ms
+            woken.describe()
         ));
     }
     if let Some(operation) = &vm.operation {

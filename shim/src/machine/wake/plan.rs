@@ -25,7 +25,7 @@ pub struct Plan {
     rom_property: bool,
     /// QEMU's working directory.
     pub directory: PathBuf,
-    /// The blocks that the command line places: name and size.
+    /// The blocks that the command line places, whose pages do not travel in the stream: name and size.
     pub placed: Vec<(String, ByteCount)>,
     /// Whether the guest ran when it was saved.
     pub was_running: bool,
@@ -85,7 +85,10 @@ pub async fn plan(image: &Image, request: &Request, scratch: &Path) -> Result<Pl
             "the image does not say which RAM block is the machine's main RAM",
         ));
     }
-    let placed = placed_blocks(manifest);
+    let placed = match mode {
+        Mode::Stream => Vec::new(),
+        Mode::Map | Mode::Eager => placed_blocks(manifest),
+    };
     let line = line
         .for_wake(&manifest.machine)
         .with_changes(&request.changes)
@@ -117,7 +120,7 @@ impl Plan {
         file_of: impl Fn(&str) -> PathBuf,
     ) -> Result<CommandLine, Failure> {
         let place = |backend: &MemoryBackend| match (self.mode, image.layout().block(&backend.id)) {
-            (_, None) => Placement::AsGiven,
+            (_, None) | (Mode::Stream, _) => Placement::AsGiven,
             (Mode::Eager, Some(_)) => Placement::SharedFile(file_of(&backend.id)),
             (Mode::Map, Some(block)) => Placement::Image {
                 path: image.path().to_owned(),
@@ -128,11 +131,6 @@ impl Plan {
         self.line
             .with_memory(&self.main_ram, place)
             .map_err(|error| Failure::new(Code::Refused, format!("the recorded command line: {error}")))
-    }
-
-    /// The names of the placed blocks: their pages do not travel in the stream.
-    pub fn placed_names(&self) -> Vec<&str> {
-        self.placed.iter().map(|(name, _)| name.as_str()).collect()
     }
 
     /// How much RAM the placed blocks are.

@@ -76,7 +76,7 @@ impl Rehearsal {
         let seen = Self {
             qemu: binary::describe(&client, line.program()).await?,
             main_ram,
-            disks: disks::present(&client, directory).await?,
+            disks: disks::with_fingerprints(disks::present(&client, directory).await?).await?,
             blocks,
             backed,
         };

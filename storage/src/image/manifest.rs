@@ -226,8 +226,14 @@ pub struct DiskWitness {
     pub inode: u64,
     /// Length in bytes.
     pub size_bytes: u64,
-    /// Time of the last change, in nanoseconds since 1970 UTC.
+    /// Time of the last change, in nanoseconds since 1970 UTC; 0 for a block device, which has none.
     pub mtime_ns: i64,
+    /// For a block device: CRC-32 of a sample of it (see [`fingerprint`](crate::fingerprint)).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sample_crc32: Option<u32>,
+    /// For a qcow2: CRC-32 of its header and tables.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tables_crc32: Option<u32>,
 }
 
 /// The guest itself.
@@ -254,6 +260,14 @@ pub enum GuestState {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_witness_from_before_fingerprints_is_read() {
+        let json = r#"{"device_id": 1, "inode": 2, "size_bytes": 3, "mtime_ns": 4}"#;
+        let witness: DiskWitness = serde_json::from_str(json).unwrap();
+        assert_eq!((witness.sample_crc32, witness.tables_crc32), (None, None));
+        assert_eq!(witness.mtime_ns, 4);
+    }
 
     #[test]
     fn unknown_fields_are_passed_over_and_absent_ones_are_none() {

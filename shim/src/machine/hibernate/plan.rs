@@ -181,7 +181,7 @@ impl Plan {
 
     /// The disks now, for the manifest.
     pub async fn disks(&self, client: &Client) -> Result<Vec<Disk>, Failure> {
-        disks::present(client, &self.directory).await
+        disks::with_fingerprints(disks::present(client, &self.directory).await?).await
     }
 }
 

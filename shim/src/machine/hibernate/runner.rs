@@ -34,6 +34,7 @@ use crate::error::{Code, Failure, GuestState};
 use crate::journal::{FORM, Journal, Point, Record};
 use crate::machine::effect::{blocking, joined, milliseconds, out_of_order};
 use crate::machine::interrupt::Interrupt;
+use crate::machine::recover::earlier::finish_earlier;
 use crate::vm::engine::Choice;
 use crate::vm::memory::DEVICE_STATE_BOUND;
 use crate::vm::monitor::{self, MigrationSettings, wait_for_run_state};
@@ -125,7 +126,7 @@ pub async fn hibernate(
         work.timings_ms.push((phase, milliseconds(started.elapsed())));
         next = machine.step(input);
     }
-    work.end_journal(machine.phase()).await;
+    work.end_journal(&machine).await;
     told.send_modify(|told| told.phase = machine.phase());
     match machine.failure().cloned() {
         // Asked, not deduced: somebody else may have done something to the guest as well.
@@ -278,6 +279,7 @@ impl Work {
     }
 
     async fn preflight(&mut self) -> Result<(), Failure> {
+        finish_earlier(&self.client, &self.request.operations).await;
         let plan = preflight(&self.client, &self.request).await?;
         self.progress.expect(plan.memory.guest_total());
         self.told
@@ -636,9 +638,14 @@ impl Work {
         }
     }
 
-    /// What is over needs no record; what is not certain does, as long as there is a QEMU.
-    async fn end_journal(&mut self, phase: Phase) {
-        if phase == Phase::Uncertain && self.guest_state().await != GuestState::Stopped {
+    /// What is over needs no record; what is not certain does, as long as there is a QEMU: also an image that may be
+    /// sealed although its guest was given back.
+    async fn end_journal(&mut self, machine: &Machine) {
+        let is_doubtful = machine.phase() == Phase::Uncertain
+            || machine
+                .failure()
+                .is_some_and(|failure| failure.code == Code::Operator);
+        if is_doubtful && self.guest_state().await != GuestState::Stopped {
             return;
         }
         if let Some(journal) = self.journal.take()

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use dormouse_qmp::view::machine::RunState;
-use dormouse_qmp::{Client, ConnectOptions};
+use dormouse_qmp::{Client, ConnectError, ConnectOptions};
 use dormouse_storage::image::{Interrupted, Remains};
 use dormouse_storage::{ImageState, SealedImage};
 
@@ -23,8 +23,18 @@ const ENDING_LIMIT: Duration = Duration::from_secs(3);
 
 /// Brings an interrupted hibernation to its end. Its record goes when that is reached, and stays on every failure.
 pub async fn recover(journal: Journal) -> Result<Recovered, Failure> {
+    let client = match connect(journal.record()).await {
+        // A guest that was given back has nothing to wait for, and its monitor may be in use.
+        Err(_) if is_back(journal.record()) => None,
+        connected => connected?,
+    };
+    recover_with(journal, client).await
+}
+
+/// The same with the monitor of that very QEMU; `None` if it is gone.
+pub(super) async fn recover_with(journal: Journal, client: Option<Client>) -> Result<Recovered, Failure> {
     let record = journal.record().clone();
-    let (outcome, guest) = bring_to_an_end(&record).await?;
+    let (outcome, guest) = bring_to_an_end(&record, client).await?;
     blocking(move || {
         journal.end().map_err(|error| {
             Failure::new(
@@ -46,14 +56,14 @@ pub async fn recover(journal: Journal) -> Result<Recovered, Failure> {
     })
 }
 
-async fn bring_to_an_end(record: &Record) -> Result<(Outcome, GuestState), Failure> {
+/// Whether it is a snapshot whose guest was given back.
+fn is_back(record: &Record) -> bool {
+    record.aim.is_snapshot() && record.point != Point::Saving
+}
+
+async fn bring_to_an_end(record: &Record, client: Option<Client>) -> Result<(Outcome, GuestState), Failure> {
     let image = Interrupted::new(&record.target, record.image_id);
-    // A guest that was given back has nothing to wait for, and its monitor may be in use.
-    let is_back = record.aim.is_snapshot() && record.point != Point::Saving;
-    let client = match connect(record).await {
-        Err(_) if is_back => None,
-        connected => connected?,
-    };
+    let is_back = is_back(record);
     let state = match &client {
         Some(client) => Some(monitor::run_state(client).await?),
         None => None,
@@ -132,9 +142,20 @@ async fn connect(record: &Record) -> Result<Option<Client>, Failure> {
             if blocking(move || Ok(end.wait(ENDING_LIMIT).unwrap_or(false))).await? {
                 return Ok(None);
             }
-            return Err(Failure::from(error).while_doing(&format!(
-                "a guest waits in QEMU's process {pid} for its hibernation's end"
-            )));
+            let is_held = matches!(error, ConnectError::MonitorBusy { .. });
+            let failure = Failure::from(error).while_doing(&format!(
+                "a guest is in QEMU's process {pid}, and waits for its hibernation's end"
+            ));
+            return Err(if is_held {
+                Failure {
+                    message: format!(
+                        "{failure}; where that is its supervisor, the guest's next hibernation ends this one first"
+                    ),
+                    ..failure
+                }
+            } else {
+                failure
+            });
         }
     };
     match client.peer_pid() {

@@ -156,6 +156,7 @@ mod tests {
                 let status = if running { "running" } else { "paused" };
                 Answer::returns(json!({"status": status, "running": running}))
             })
+            .on("query-block", Answer::returns(json!([])))
             .on("closefd", Answer::fails("GenericError", "no such descriptor"))
             .on("migrate-set-capabilities", done())
             .on("migrate-set-parameters", done())

@@ -50,6 +50,15 @@ impl Report {
         }
     }
 
+    /// What was reached beside a guest that has the terminal's output: an object for programs, a remark for people.
+    pub fn milestone(&self, object: &impl Serialize, text: &str) {
+        if self.json {
+            print_json(&self.named(object));
+        } else {
+            self.remark(text);
+        }
+    }
+
     /// A remark beside a guest that has the terminal's output: on the error output, and only for people.
     pub fn remark(&self, text: &str) {
         if !self.json {

@@ -23,6 +23,9 @@ use crate::error::{Code, Failure, GuestState};
 /// backend is not there yet count; a QEMU that ends is noticed at once.
 const START_TIMEOUT: Duration = Duration::from_secs(120);
 
+/// How long a QEMU whose monitor is closed may take to be gone.
+const END_TIMEOUT: Duration = Duration::from_secs(5);
+
 /// How often the monitor's socket is tried until QEMU listens.
 const POLL: Duration = Duration::from_millis(1);
 
@@ -147,9 +150,19 @@ impl QemuProcess {
             .map_err(|error| Failure::new(Code::Internal, format!("cannot wait for QEMU: {error}")))
     }
 
-    /// What QEMU said last on its error output. For a QEMU that has ended.
-    pub async fn last_words(&mut self) -> String {
-        told(&mut self.words).await
+    /// What is behind a monitor that is gone: a QEMU that has ended says why on its error output, one that was killed
+    /// does not.
+    pub async fn why_gone(&mut self, failure: Failure) -> Failure {
+        let Ok(Ok(status)) = tokio::time::timeout(END_TIMEOUT, self.child.wait()).await else {
+            return failure;
+        };
+        match status.code() {
+            Some(_) => Failure::new(
+                Code::Refused,
+                format!("QEMU ended by itself ({status}): {}", told(&mut self.words).await),
+            ),
+            None => Failure::new(Code::Unreachable, format!("QEMU was killed ({status})")),
+        }
     }
 
     /// Kills QEMU.

@@ -10,7 +10,7 @@ use dormouse_storage::{ImageState, SealedImage};
 use super::verdict::{Doubt, Facts, Verdict};
 use super::{Outcome, Recovered};
 use crate::error::{Code, Failure, GuestState};
-use crate::journal::{Journal, Record};
+use crate::journal::{Journal, Point, Record};
 use crate::machine::effect::blocking;
 use crate::machine::hibernate::ending::{end_qemu, give_space_back};
 use crate::machine::hibernate::give_back::give_guest_back;
@@ -23,7 +23,11 @@ const ENDING_LIMIT: Duration = Duration::from_secs(3);
 
 /// Brings an interrupted hibernation to its end. Its record goes when that is reached, and stays on every failure.
 pub async fn recover(journal: Journal) -> Result<Recovered, Failure> {
-    let client = connect(journal.record()).await?;
+    let client = match connect(journal.record()).await {
+        // A guest that was given back has nothing to wait for, and its monitor may be in use.
+        Err(_) if is_back(journal.record()) => None,
+        connected => connected?,
+    };
     recover_with(journal, client).await
 }
 
@@ -46,18 +50,28 @@ pub(super) async fn recover_with(journal: Journal, client: Option<Client>) -> Re
         name: record.vm_name,
         image: record.target,
         image_id: record.image_id,
+        aim: record.aim,
         outcome,
         guest,
     })
 }
 
+/// Whether it is a snapshot whose guest was given back.
+fn is_back(record: &Record) -> bool {
+    record.aim.is_snapshot() && record.point != Point::Saving
+}
+
 async fn bring_to_an_end(record: &Record, client: Option<Client>) -> Result<(Outcome, GuestState), Failure> {
     let image = Interrupted::new(&record.target, record.image_id);
+    let is_back = is_back(record);
     let state = match &client {
         Some(client) => Some(monitor::run_state(client).await?),
         None => None,
     };
-    let guest = guest_of(state.as_ref());
+    let guest = match &state {
+        None if is_back && record.qemu.is_alive() => GuestState::Unknown,
+        state => guest_of(state.as_ref()),
+    };
     let remains = {
         let image = image.clone();
         blocking(move || Ok(image.remains()?))
@@ -65,6 +79,7 @@ async fn bring_to_an_end(record: &Record, client: Option<Client>) -> Result<(Out
             .map_err(|failure| failure.with_guest(guest))?
     };
     let facts = Facts {
+        aim: record.aim,
         point: record.point,
         was_running: record.was_running,
         remains,
@@ -84,6 +99,22 @@ async fn bring_to_an_end(record: &Record, client: Option<Client>) -> Result<(Out
         (Verdict::KeepImage, _) => {
             finish(settle(image, remains).await?).await;
             Ok((Outcome::Hibernated, GuestState::Stopped))
+        }
+        (Verdict::KeepSnapshot, _) => {
+            settle(image, remains)
+                .await
+                .map_err(|failure| failure.with_guest(guest))?;
+            Ok((Outcome::Snapshot, guest))
+        }
+        (Verdict::DropSnapshot, _) => {
+            blocking(move || Ok(image.remove_unfinished()?))
+                .await
+                .map_err(|failure| failure.with_guest(guest))?;
+            let outcome = match guest {
+                GuestState::Stopped => Outcome::QemuGone,
+                _ => Outcome::GivenBack,
+            };
+            Ok((outcome, guest))
         }
         (Verdict::GiveBack { how, discard }, Some(client)) => give_back(record, image, &client, how, discard)
             .await

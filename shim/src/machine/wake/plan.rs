@@ -6,7 +6,7 @@ use dormouse_storage::image::manifest::{GuestState as SavedState, Manifest};
 use dormouse_storage::{ByteCount, Image, ImageState, Unmappable};
 
 use super::guard::{self, CheckLineError};
-use super::{Mode, Request};
+use super::{Mode, Request, snapshot};
 use crate::error::{Code, Failure};
 use crate::vm::binary::{self, Binary};
 use crate::vm::command_line::{CommandLine, CommandLineError, MemoryBackend, Placement};
@@ -25,7 +25,7 @@ pub struct Plan {
     rom_property: bool,
     /// QEMU's working directory.
     pub directory: PathBuf,
-    /// The blocks that the command line places: name and size.
+    /// The blocks that the command line places, whose pages do not travel in the stream: name and size.
     pub placed: Vec<(String, ByteCount)>,
     /// Whether the guest ran when it was saved.
     pub was_running: bool,
@@ -50,6 +50,9 @@ pub fn check_state(image: &Image) -> Result<(), Failure> {
 /// Decides everything that can be decided without starting the guest's QEMU. `scratch`: a folder for a socket.
 pub async fn plan(image: &Image, request: &Request, scratch: &Path) -> Result<Plan, Failure> {
     let manifest = image.manifest();
+    if !request.disks_as_saved {
+        snapshot::check_disks_apart(manifest)?;
+    }
     disks::check_unchanged(&manifest.disks)?;
     let recorded = manifest.command_line.as_ref().ok_or_else(|| {
         Failure::new(
@@ -82,7 +85,10 @@ pub async fn plan(image: &Image, request: &Request, scratch: &Path) -> Result<Pl
             "the image does not say which RAM block is the machine's main RAM",
         ));
     }
-    let placed = placed_blocks(manifest);
+    let placed = match mode {
+        Mode::Stream => Vec::new(),
+        Mode::Map | Mode::Eager => placed_blocks(manifest),
+    };
     let line = line
         .for_wake(&manifest.machine)
         .with_changes(&request.changes)
@@ -114,7 +120,7 @@ impl Plan {
         file_of: impl Fn(&str) -> PathBuf,
     ) -> Result<CommandLine, Failure> {
         let place = |backend: &MemoryBackend| match (self.mode, image.layout().block(&backend.id)) {
-            (_, None) => Placement::AsGiven,
+            (_, None) | (Mode::Stream, _) => Placement::AsGiven,
             (Mode::Eager, Some(_)) => Placement::SharedFile(file_of(&backend.id)),
             (Mode::Map, Some(block)) => Placement::Image {
                 path: image.path().to_owned(),
@@ -125,11 +131,6 @@ impl Plan {
         self.line
             .with_memory(&self.main_ram, place)
             .map_err(|error| Failure::new(Code::Refused, format!("the recorded command line: {error}")))
-    }
-
-    /// The names of the placed blocks: their pages do not travel in the stream.
-    pub fn placed_names(&self) -> Vec<&str> {
-        self.placed.iter().map(|(name, _)| name.as_str()).collect()
     }
 
     /// How much RAM the placed blocks are.

@@ -43,12 +43,15 @@ fn happening() -> impl Strategy<Value = Happening> {
 #[derive(Debug)]
 struct World {
     ran_before: bool,
+    aim: Aim,
     under_way: Option<Effect>,
     /// Whether the guest was stopped, or told to be.
     is_touched: bool,
     /// Whether the guest ran while its memory was being saved.
     ran_meanwhile: bool,
     is_sealed: bool,
+    /// Whether the guest of a snapshot goes on.
+    goes_on: bool,
     is_given_back: bool,
     is_ended: bool,
     /// Whether what was tried last, and has no other way out, failed.
@@ -60,9 +63,11 @@ struct World {
 }
 
 impl World {
-    fn new(ran_before: bool) -> Self {
+    fn new(ran_before: bool, aim: Aim) -> Self {
         Self {
             ran_before,
+            aim,
+            goes_on: false,
             under_way: None,
             is_touched: false,
             ran_meanwhile: false,
@@ -77,10 +82,19 @@ impl World {
 
     /// From the moment in which the devices are taken until the image is sealed.
     fn is_fragile(&self) -> bool {
-        matches!(
-            self.under_way,
-            Some(Effect::SaveDevices | Effect::SaveMemory | Effect::Sync | Effect::Seal)
-        )
+        !self.goes_on
+            && matches!(
+                self.under_way,
+                Some(Effect::SaveDevices | Effect::SaveMemory | Effect::Sync | Effect::Seal)
+            )
+    }
+
+    fn as_it_was(&self) -> GiveBack {
+        if self.ran_before {
+            GiveBack::Running
+        } else {
+            GiveBack::Paused
+        }
     }
 
     /// What the machine asked for is begun, if it may be.
@@ -91,15 +105,23 @@ impl World {
             Effect::RollBack(how) => {
                 assert!(self.is_touched, "a guest that nobody touched is given back");
                 assert!(!self.is_sealed, "a guest is given back beside its image");
-                let expected = match (self.ran_meanwhile, self.ran_before) {
-                    (true, _) => GiveBack::AsItIs,
-                    (false, true) => GiveBack::Running,
-                    (false, false) => GiveBack::Paused,
-                };
-                assert_eq!(how, expected);
+                assert!(!self.goes_on, "a guest that goes on is touched again");
+                let ran_on = self.ran_meanwhile.then_some(GiveBack::AsItIs);
+                assert_eq!(how, ran_on.unwrap_or_else(|| self.as_it_was()));
                 assert!(self.reason.is_some(), "a guest is given back for no reason");
             }
+            Effect::GiveBack(how) => {
+                assert_eq!(self.reason, None, "a snapshot goes on although it was given up");
+                match self.aim {
+                    Aim::Hibernate => panic!("the guest of a hibernation goes on"),
+                    Aim::Snapshot { leave_paused: true } => assert_eq!(how, GiveBack::Still),
+                    Aim::Snapshot { leave_paused: false } => assert_eq!(how, self.as_it_was()),
+                }
+            }
+            Effect::Trim => assert!(self.is_sealed && self.goes_on && self.reason.is_none()),
+            Effect::Discard => assert!(self.aim.is_snapshot() && self.reason.is_some() && !self.is_sealed),
             Effect::Terminate => {
+                assert_eq!(self.aim, Aim::Hibernate, "the QEMU of a snapshot is ended");
                 assert!(self.is_sealed, "QEMU is ended without an image");
                 assert!(!self.ran_meanwhile, "QEMU is ended although its guest ran on");
             }
@@ -115,14 +137,20 @@ impl World {
         let effect = self.under_way.take().expect("an effect is under way");
         match (effect, well) {
             (Effect::Seal, true) => self.is_sealed = self.reason.is_none(),
+            (Effect::GiveBack(_), true) => self.goes_on = true,
             (Effect::RollBack(_), true) => self.is_given_back = true,
             (Effect::Terminate, true) => self.is_ended = true,
-            (Effect::RollBack(_) | Effect::Terminate, false) => self.is_doubtful = true,
+            (Effect::RollBack(_) | Effect::GiveBack(_) | Effect::Terminate, false) => {
+                self.is_doubtful = true;
+            }
             _ => {}
         }
         match (effect, well) {
             (_, false) => {
-                self.reason.get_or_insert(Code::StorageIo);
+                // A copy that takes more space than it needs is one all the same.
+                if effect != Effect::Trim {
+                    self.reason.get_or_insert(Code::StorageIo);
+                }
                 Input::Failed(broken())
             }
             (Effect::Preflight, true) => Input::PreflightPassed {
@@ -140,9 +168,13 @@ impl World {
                 assert!(self.is_sealed && self.is_ended && !self.is_promised);
                 assert_eq!(machine.failure(), None);
             }
+            Phase::SnapshotTaken => {
+                assert!(self.is_sealed && self.goes_on && !self.is_ended && !self.is_promised);
+                assert_eq!(machine.failure(), None);
+            }
             Phase::Failed => {
                 assert!(!self.is_sealed && !self.is_ended);
-                assert_eq!(self.is_given_back, self.is_touched);
+                assert_eq!(self.is_given_back || self.goes_on, self.is_touched);
                 assert_eq!(machine.failure().map(|failure| failure.code), self.reason);
             }
             Phase::Uncertain => {
@@ -157,10 +189,17 @@ impl World {
     }
 }
 
+fn aim() -> impl Strategy<Value = Aim> {
+    prop_oneof![
+        Just(Aim::Hibernate),
+        any::<bool>().prop_map(|leave_paused| Aim::Snapshot { leave_paused }),
+    ]
+}
+
 /// Goes through one life; the end of what happens is an undisturbed one.
-fn live(ran_before: bool, happenings: &[Happening]) -> (Machine, World) {
-    let (mut machine, first) = Machine::begin(Aim::Hibernate);
-    let mut world = World::new(ran_before);
+fn live(ran_before: bool, aim: Aim, happenings: &[Happening]) -> (Machine, World) {
+    let (mut machine, first) = Machine::begin(aim);
+    let mut world = World::new(ran_before, aim);
     world.begin(first);
     let undisturbed = std::iter::repeat_n(&Happening::EffectEnds, 12);
     for happening in happenings.iter().chain(undisturbed) {
@@ -223,14 +262,19 @@ proptest! {
     #[test]
     fn whatever_happens_the_guest_is_in_one_place(
         ran_before: bool,
+        aim in aim(),
         happenings in prop::collection::vec(happening(), 0..40),
     ) {
-        live(ran_before, &happenings);
+        live(ran_before, aim, &happenings);
     }
 
     #[test]
-    fn what_is_over_stays_so(happenings in prop::collection::vec(happening(), 0..40), running: bool) {
-        let (machine, _) = live(running, &happenings);
+    fn what_is_over_stays_so(
+        running: bool,
+        aim in aim(),
+        happenings in prop::collection::vec(happening(), 0..40),
+    ) {
+        let (machine, _) = live(running, aim, &happenings);
         for input in inputs() {
             let mut again = machine.clone();
             prop_assert_eq!(again.step(input), None);
@@ -440,6 +484,67 @@ fn after_a_cancel_every_input_in_every_phase_does_what_the_table_says() {
                 expected,
                 "{input:?} in {phase:?} after a cancel"
             );
+        }
+    }
+}
+
+#[test]
+fn every_input_in_every_phase_of_a_snapshot_alone_does_what_the_table_says() {
+    use Effect::{Discard, Interrupt, Sync};
+    use Phase::{Discarding, Failed, GivingBack, SnapshotTaken, Syncing, Trimming};
+    let stays = |phase| (phase, None);
+    let told = (GivingBack, Some(Interrupt));
+    let discards = (Discarding, Some(Discard));
+    // In the order of the inputs, as above.
+    let table = [
+        (
+            GivingBack,
+            [
+                stays(GivingBack),
+                (Syncing, Some(Sync)),
+                discards,
+                told,
+                told,
+                stays(GivingBack),
+            ],
+        ),
+        (
+            Trimming,
+            [
+                stays(Trimming),
+                stays(SnapshotTaken),
+                stays(SnapshotTaken),
+                stays(Trimming),
+                stays(Trimming),
+                stays(Trimming),
+            ],
+        ),
+        (
+            Discarding,
+            [
+                stays(Discarding),
+                stays(Failed),
+                stays(Failed),
+                stays(Discarding),
+                stays(Discarding),
+                stays(Discarding),
+            ],
+        ),
+        (SnapshotTaken, [stays(SnapshotTaken); 6]),
+    ];
+    for (phase, row) in table {
+        for (input, expected) in inputs().into_iter().zip(row) {
+            let (mut machine, _) = Machine::begin(Aim::Snapshot { leave_paused: false });
+            machine.step(Input::PreflightPassed { running: true });
+            let way_to = if phase == Discarding { Syncing } else { phase };
+            while machine.phase() != way_to {
+                machine.step(Input::Done);
+            }
+            if phase == Discarding {
+                machine.step(Input::Failed(broken()));
+            }
+            let effect = machine.step(input.clone());
+            assert_eq!((machine.phase(), effect), expected, "{input:?} in {phase:?}");
         }
     }
 }

@@ -274,8 +274,12 @@ fn pass_on(signal: Signal, supervised: &Supervised) {
     }
 }
 
-/// What a wish for a hibernation asks for.
-pub fn hibernation(wish: NewOperation, handle: &Handle) -> Result<hibernate::Request, Failure> {
+/// What a wish for a hibernation asks for; `lock`: how long it may wait for its target.
+pub fn hibernation(
+    wish: NewOperation,
+    lock: Duration,
+    handle: &Handle,
+) -> Result<hibernate::Request, Failure> {
     let NewOperation::Hibernate {
         to,
         replace,
@@ -310,6 +314,7 @@ pub fn hibernation(wish: NewOperation, handle: &Handle) -> Result<hibernate::Req
         limits: Limits {
             total: timeout_ms.map(Duration::from_millis),
             stall: stall_timeout_ms.map_or(limits.stall, Duration::from_millis),
+            lock,
         },
         monitor: handle.monitor.clone(),
         operations: handle.operations.clone(),

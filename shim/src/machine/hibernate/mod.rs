@@ -9,6 +9,7 @@ pub mod machine;
 pub mod plan;
 pub mod runner;
 pub mod stream;
+mod target_lock;
 
 use std::path::PathBuf;
 

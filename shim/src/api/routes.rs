@@ -109,7 +109,7 @@ async fn dry_run(
     State(handle): State<Handle>,
     Json(wish): Json<NewOperation>,
 ) -> Result<Json<Forecast>, Failure> {
-    let request = hibernation(wish, &handle)?;
+    let request = hibernation(wish, Duration::ZERO, &handle)?;
     Ok(Json(forecast(&handle.client, &request).await?))
 }
 

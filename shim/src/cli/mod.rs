@@ -174,7 +174,8 @@ struct TermArguments {
     /// one begins [default: normal; with --all: high]
     #[arg(long, value_enum, conflicts_with = "qmp")]
     priority: Option<Priority>,
-    /// How long to wait for another operation under way [default: not at all]
+    /// How long to wait for another operation under way, for whoever holds the image's target, and with --qmp for another
+    /// client of the monitor [default: not at all]
     #[arg(long, value_name = "TIME", value_parser = humantime::parse_duration)]
     lock_timeout: Option<Duration>,
 }

@@ -204,13 +204,15 @@ impl Desk {
     }
 
     fn start(&mut self, ask: Ask, handle: &Handle) -> Result<watch::Receiver<Operation>, Failure> {
-        let Ask { id, wish, .. } = ask;
+        let Ask {
+            id, wish, patience, ..
+        } = ask;
         let client = handle.client.clone();
         let prepared = Prepared::new(id, wish.kind());
         let (documents, cancel) = (prepared.watch(), prepared.cancel());
         let task = match wish {
             NewOperation::Hibernate { .. } => {
-                let request = hibernation(wish, handle)?;
+                let request = hibernation(wish, patience, handle)?;
                 tokio::spawn(async move {
                     match prepared.hibernate(client, request).await {
                         Ok(report) => tracing::info!(image = %report.image.display(), "hibernated"),
@@ -221,7 +223,7 @@ impl Desk {
                 })
             }
             NewOperation::Snapshot(wish) => {
-                let request = snapshot(wish, handle)?;
+                let request = snapshot(wish, patience, handle)?;
                 tokio::spawn(async move {
                     match prepared.hibernate(client, request).await {
                         Ok(report) => tracing::info!(image = %report.image.display(), "snapshot taken"),

@@ -276,7 +276,7 @@ fn pass_on(signal: Signal, supervised: &Supervised) {
 }
 
 /// What a wish for a snapshot asks for.
-fn snapshot(wish: NewSnapshot, handle: &Handle) -> Result<hibernate::Request, Failure> {
+fn snapshot(wish: NewSnapshot, lock: Duration, handle: &Handle) -> Result<hibernate::Request, Failure> {
     let aim = Aim::Snapshot {
         leave_paused: wish.leave_paused,
     };
@@ -293,12 +293,16 @@ fn snapshot(wish: NewSnapshot, handle: &Handle) -> Result<hibernate::Request, Fa
     };
     Ok(hibernate::Request {
         aim,
-        ..hibernation(as_of_hibernation, handle)?
+        ..hibernation(as_of_hibernation, lock, handle)?
     })
 }
 
-/// What a wish for a hibernation asks for.
-pub fn hibernation(wish: NewOperation, handle: &Handle) -> Result<hibernate::Request, Failure> {
+/// What a wish for a hibernation asks for; `lock`: how long it may wait for its target.
+pub fn hibernation(
+    wish: NewOperation,
+    lock: Duration,
+    handle: &Handle,
+) -> Result<hibernate::Request, Failure> {
     let NewOperation::Hibernate {
         to,
         replace,
@@ -334,6 +338,7 @@ pub fn hibernation(wish: NewOperation, handle: &Handle) -> Result<hibernate::Req
         limits: Limits {
             total: timeout_ms.map(Duration::from_millis),
             stall: stall_timeout_ms.map_or(limits.stall, Duration::from_millis),
+            lock,
         },
         monitor: handle.monitor.clone(),
         operations: handle.operations.clone(),

@@ -9,9 +9,10 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
-use dormouse_qmp::{Client, ConnectOptions};
+use dormouse_qmp::{Client, ConnectError, ConnectOptions};
 use dormouse_storage::ByteCount;
 use tokio::sync::{mpsc, oneshot, watch};
+use tokio::time::Instant;
 use uuid::Uuid;
 
 use super::report::{Progress, Report};
@@ -133,6 +134,7 @@ pub(super) fn limits(arguments: &SaveArguments) -> Limits {
     Limits {
         total: arguments.timeout,
         stall: arguments.stall_timeout.unwrap_or(Limits::default().stall),
+        lock: arguments.terms.lock_timeout.unwrap_or_default(),
     }
 }
 
@@ -322,7 +324,7 @@ pub(super) async fn attach(
 ) -> Result<(Client, Request), Failure> {
     let monitor = absolute(socket)?;
     state.make()?;
-    let client = Client::connect(socket, ConnectOptions::default()).await?;
+    let client = connect_in_time(socket, arguments.terms.lock_timeout.unwrap_or_default()).await?;
     let (vm_name, record) = known_of(socket, client.peer_pid());
     let (command_line, shape) = record.map(|record| (record.command_line, record.shape)).unzip();
     let request = Request {
@@ -340,6 +342,23 @@ pub(super) async fn attach(
         shape: shape.flatten(),
     };
     Ok((client, request))
+}
+
+/// A monitor serves one client at a time; another one that has it is waited for as long as was said.
+async fn connect_in_time(socket: &Path, patience: Duration) -> Result<Client, Failure> {
+    let begun = Instant::now();
+    loop {
+        match Client::connect(socket, ConnectOptions::default()).await {
+            Err(ConnectError::MonitorBusy { .. }) if begun.elapsed() < patience => {}
+            Err(error @ ConnectError::MonitorBusy { .. }) if patience > Duration::ZERO => {
+                let waited = format!("waited {}", humantime::format_duration(patience));
+                let failure = Failure::from(error).while_doing(&waited);
+                let code = Code::TimedOut;
+                return Err(Failure { code, ..failure });
+            }
+            connected => return Ok(connected?),
+        }
+    }
 }
 
 /// Tells where the work is, and passes a Ctrl-C to it.

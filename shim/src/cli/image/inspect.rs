@@ -8,9 +8,9 @@ use dormouse_storage::{ByteCount, Image, Usage};
 use serde_json::json;
 
 use super::age::{age_of, told};
-use super::holder::holder;
 use crate::cli::report::Report;
 use crate::error::Failure;
+use crate::vm::lock_holder::holder;
 
 pub fn inspect(path: &Path, report: &Report) -> Result<ExitCode, Failure> {
     let image = Image::open(path)?;

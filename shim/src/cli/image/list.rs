@@ -10,9 +10,9 @@ use serde::Serialize;
 use serde_json::json;
 
 use super::age::{age_of, told};
-use super::holder::holder;
 use crate::cli::report::Report;
 use crate::error::{Code, Failure, sentence};
+use crate::vm::lock_holder::holder;
 
 /// A look at a folder.
 #[derive(Debug, Args)]

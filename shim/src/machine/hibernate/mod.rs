@@ -11,6 +11,7 @@ mod machine_model;
 pub mod plan;
 pub mod runner;
 pub mod stream;
+mod target_lock;
 
 use std::path::PathBuf;
 

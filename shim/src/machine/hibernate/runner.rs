@@ -29,6 +29,7 @@ use super::give_back::give_guest_back;
 use super::limits::Watchdog;
 use super::machine::{Aim, CancelAnswer, Effect, GiveBack, Input, Machine, Phase};
 use super::plan::{Plan, preflight};
+use super::target_lock::taken_in_time;
 use super::{Report, Request, Storage, stream};
 use crate::error::{Code, Failure, GuestState};
 use crate::journal::{FORM, Journal, Point, Record};
@@ -299,6 +300,7 @@ impl Work {
         self.begin_journal(&plan, settings).await?;
         let (target, replace, image_id) = (self.request.target.clone(), self.request.replace, self.image_id);
         let image = self.request.image.clone();
+        let (patience, interrupt) = (self.request.limits.lock, self.interrupt.clone());
         let mut task = tokio::task::spawn_blocking(move || {
             let options = CreateOptions {
                 replace,
@@ -308,7 +310,9 @@ impl Work {
                 key: image.key,
                 rate_limit: image.rate_limit,
             };
-            let mut writer = ImageWriter::create(&target, plan.layout.clone(), options)?;
+            let mut writer = taken_in_time(&target, patience, interrupt.flag(), || {
+                ImageWriter::create(&target, plan.layout.clone(), options.clone())
+            })?;
             writer.reserve(DEVICE_STATE_BOUND)?;
             Ok(writer)
         });

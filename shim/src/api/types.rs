@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use dormouse_storage::{Compression, ImageKey};
 use serde::de::Error;
@@ -10,8 +11,11 @@ use uuid::Uuid;
 use zeroize::Zeroizing;
 
 use crate::error::{Code, Disposition, Failure, GuestState};
+use crate::machine::effect::milliseconds;
 use crate::machine::hibernate::machine::CancelAnswer;
+use crate::machine::wake::follow_up::FollowUp;
 use crate::machine::{hibernate, suspend, wake};
+use crate::supervisor::request_queue::{Ask, Priority};
 use crate::vm::engine::{Choice, Wish};
 use crate::vm::ram_home::Pages;
 
@@ -58,12 +62,18 @@ pub struct Woken {
     pub image: PathBuf,
     /// Its id.
     pub image_id: Uuid,
+    /// The operation that made the image.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub operation: Option<Uuid>,
     /// How RAM came back.
     pub mode: wake::Mode,
     /// From QEMU's start to a guest that runs, in milliseconds.
     pub start_to_running_ms: f64,
     /// How long each phase took, in milliseconds.
     pub timings_ms: BTreeMap<String, f64>,
+    /// What was done for the guest once it ran.
+    #[serde(default)]
+    pub follow_up: FollowUp,
 }
 
 /// A wish for an operation.
@@ -109,7 +119,40 @@ pub enum NewOperation {
     },
 }
 
+/// On which terms an operation is asked for. They are no part of what it does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Terms {
+    /// The operation's id, chosen by who asks: the same request again with the same id joins the operation, whether it
+    /// runs or has ended. Without one it gets a new one.
+    pub id: Option<Uuid>,
+    /// How much it matters: it has one that matters less cancelled.
+    pub priority: Priority,
+    /// How long it may wait for another one that is under way, in milliseconds.
+    pub patience_ms: u64,
+}
+
+impl Terms {
+    /// A request on these terms.
+    pub fn of(self, wish: NewOperation) -> Ask {
+        Ask {
+            id: self.id.unwrap_or_else(Uuid::new_v4),
+            priority: self.priority,
+            patience: Duration::from_millis(self.patience_ms),
+            wish,
+        }
+    }
+}
+
 impl NewOperation {
+    /// What it does, in words.
+    pub fn title(&self) -> String {
+        match self {
+            Self::Hibernate { to, .. } => format!("hibernation to {}", to.display()),
+            Self::SuspendToDisk { .. } => "suspend to disk".to_owned(),
+        }
+    }
+
     /// Its kind.
     pub fn kind(&self) -> OperationKind {
         match self {
@@ -281,7 +324,7 @@ pub struct Cancelled {
 }
 
 /// A failure, as RFC 9457 has it, with what a program needs beside.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Problem {
     /// The HTTP status.
     pub status: u16,
@@ -293,6 +336,9 @@ pub struct Problem {
     pub guest: GuestState,
     /// One sentence for a person.
     pub detail: String,
+    /// From a cancel, or a limit that was reached, until the guest was given back, in milliseconds.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub given_back_ms: Option<f64>,
 }
 
 impl From<&Failure> for Problem {
@@ -311,6 +357,7 @@ impl From<&Failure> for Problem {
             disposition: failure.code.disposition(),
             guest: failure.guest,
             detail: failure.message.clone(),
+            given_back_ms: failure.given_back_after.map(milliseconds),
         }
     }
 }
@@ -321,6 +368,9 @@ impl From<Problem> for Failure {
             code: problem.code,
             guest: problem.guest,
             message: problem.detail,
+            given_back_after: problem
+                .given_back_ms
+                .and_then(|ms| Duration::try_from_secs_f64(ms / 1000.0).ok()),
         }
     }
 }
@@ -366,7 +416,11 @@ impl Woken {
             "by {mode}, {:.0} ms from QEMU's start to running ({} ms)",
             self.start_to_running_ms,
             split.join(", ")
-        )
+        ) + if self.follow_up.clock_set {
+            "; its clock was set"
+        } else {
+            ""
+        }
     }
 }
 
@@ -385,8 +439,10 @@ impl From<wake::Report> for Woken {
         Self {
             image: report.image,
             image_id: report.image_id,
+            operation: None,
             mode: report.mode,
             start_to_running_ms: report.start_to_running_ms,
+            follow_up: report.follow_up,
             timings_ms: by_name(&report.timings_ms),
         }
     }

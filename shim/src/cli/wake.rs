@@ -10,7 +10,7 @@ use serde_json::json;
 use tokio::sync::{mpsc, watch};
 
 use super::report::Report;
-use super::{WakeArguments, detach, exit_like, recover};
+use super::{WakeArguments, conclude, detach, recover};
 use crate::api::types::{Ram, Woken as WokenDocument};
 use crate::error::{Code, Failure};
 use crate::machine::wake::machine::Phase;
@@ -64,7 +64,10 @@ pub async fn wake(arguments: WakeArguments, state: &StateDir, report: &Report) -
             return Err(failure);
         }
     };
-    let document = WokenDocument::from(woken.report);
+    let document = WokenDocument {
+        operation: woken.image.manifest().operation,
+        ..WokenDocument::from(woken.report)
+    };
     report.milestone(
         &json!({"result": "woken", "name": name, "woken": document}),
         &format!("{name} is awake: {}", document.describe()),
@@ -85,7 +88,8 @@ pub async fn wake(arguments: WakeArguments, state: &StateDir, report: &Report) -
         woken: Some(document),
         command_line: woken.command_line,
     };
-    Ok(exit_like(supervise(supervised, signals).await?))
+    let ended = supervise(supervised, signals).await?;
+    Ok(conclude(&ended, &arguments.supervision, report))
 }
 
 /// A mapped image is the guest's memory and stays, locked, as long as the guest. A guest that was filled from its image

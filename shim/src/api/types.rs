@@ -10,6 +10,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use uuid::Uuid;
 use zeroize::Zeroizing;
 
+use super::snapshot::{NewSnapshot, Snapshot};
 use crate::error::{Code, Disposition, Failure, GuestState};
 use crate::machine::effect::milliseconds;
 use crate::machine::hibernate::machine::CancelAnswer;
@@ -109,6 +110,8 @@ pub enum NewOperation {
         #[serde(default, skip_serializing_if = "Option::is_none")]
         stall_timeout_ms: Option<u64>,
     },
+    /// Save the guest into an image, and let it go on.
+    Snapshot(NewSnapshot),
     /// Have the guest save itself onto its own disk, by its agent, and power off; then QEMU ends. There is no image.
     SuspendToDisk {
         /// The guest agent's socket, an absolute path; without it, the one that QEMU has for it.
@@ -149,6 +152,7 @@ impl NewOperation {
     pub fn title(&self) -> String {
         match self {
             Self::Hibernate { to, .. } => format!("hibernation to {}", to.display()),
+            Self::Snapshot(snapshot) => format!("snapshot to {}", snapshot.to.display()),
             Self::SuspendToDisk { .. } => "suspend to disk".to_owned(),
         }
     }
@@ -157,6 +161,7 @@ impl NewOperation {
     pub fn kind(&self) -> OperationKind {
         match self {
             Self::Hibernate { .. } => OperationKind::Hibernate,
+            Self::Snapshot(_) => OperationKind::Snapshot,
             Self::SuspendToDisk { .. } => OperationKind::SuspendToDisk,
         }
     }
@@ -181,7 +186,7 @@ impl<'de> Deserialize<'de> for Key {
     }
 }
 
-mod compression {
+pub(super) mod compression {
     use dormouse_storage::Compression;
     use serde::de::Error;
     use serde::{Deserialize, Deserializer, Serializer};
@@ -221,6 +226,8 @@ impl From<hibernate::Storage> for Storage {
 pub enum OperationKind {
     /// The guest goes into an image.
     Hibernate,
+    /// A copy of the guest goes into an image.
+    Snapshot,
     /// The guest saves itself.
     SuspendToDisk,
 }
@@ -250,14 +257,30 @@ pub struct Operation {
     pub error: Option<Problem>,
 }
 
+impl Operation {
+    /// Whether it ended well, and left no guest to do anything with.
+    pub fn ended_the_guest(&self) -> bool {
+        self.result.as_ref().is_some_and(Ending::is_of_the_guest)
+    }
+}
+
 /// What came of an operation that ended well.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(untagged)]
 pub enum Ending {
     /// The guest is in an image.
     Hibernated(Box<Hibernated>),
+    /// A copy of the guest is in an image.
+    Snapshot(Box<Snapshot>),
     /// The guest is on its own disk.
     SuspendedToDisk(SuspendedToDisk),
+}
+
+impl Ending {
+    /// Whether it is the guest's end too.
+    pub fn is_of_the_guest(&self) -> bool {
+        !matches!(self, Self::Snapshot(_))
+    }
 }
 
 /// What came of a suspend to disk.
@@ -448,7 +471,7 @@ impl From<wake::Report> for Woken {
     }
 }
 
-fn by_name<P: std::fmt::Debug>(timings: &[(P, f64)]) -> BTreeMap<String, f64> {
+pub(super) fn by_name<P: std::fmt::Debug>(timings: &[(P, f64)]) -> BTreeMap<String, f64> {
     timings
         .iter()
         .map(|(phase, elapsed)| (format!("{phase:?}"), *elapsed))

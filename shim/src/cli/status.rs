@@ -138,7 +138,7 @@ fn describe_ending(ending: &LastEnding, image_now: Option<&str>) -> String {
     format!("{name}: {what} at {at}{since}")
 }
 
-/// Hibernations whose process is gone.
+/// Hibernations and snapshots whose process is gone.
 fn interrupted(state: &StateDir) -> Vec<Record> {
     let found = journal::find(&state.operations()).unwrap_or_default();
     found
@@ -152,7 +152,8 @@ fn interrupted(state: &StateDir) -> Vec<Record> {
 
 fn describe_interrupted(record: &Record) -> String {
     format!(
-        "its hibernation to {} was interrupted, `dormouse recover` ends it",
+        "its {} to {} was interrupted, `dormouse recover` ends it",
+        record.aim,
         record.target.display()
     )
 }
@@ -173,6 +174,7 @@ pub fn describe(vm: &Vm) -> String {
     if let Some(operation) = &vm.operation {
         let kind = match operation.kind {
             OperationKind::Hibernate => "hibernation",
+            OperationKind::Snapshot => "snapshot",
             OperationKind::SuspendToDisk => "suspend to disk",
         };
         text.push_str(&format!("\n{kind} {}: {}", operation.id, operation.phase));

@@ -44,6 +44,7 @@ pub async fn wake(arguments: WakeArguments, state: &StateDir, report: &Report) -
         mode: arguments.mode,
         paused: arguments.paused,
         verify: arguments.verify,
+        disks_as_saved: arguments.disks_as_saved,
         changes: arguments.changes,
         key: arguments.key.read()?,
     };

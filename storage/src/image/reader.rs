@@ -591,6 +591,22 @@ pub(crate) fn read_superblocks(file: &File, path: &Path) -> Result<Superblocks, 
     Ok(Superblocks::read([first, second]))
 }
 
+/// Whether nothing is lost with an image of this superblock: its guest was woken from it, or it is a snapshot, whose
+/// guest went on. One that cannot be read is none.
+pub(crate) fn is_dispensable(file: &File, path: &Path, superblock: &Superblock) -> bool {
+    let is_snapshot = || {
+        superblock.check().ok()?;
+        let manifest = read_area(file, path, "manifest", superblock.manifest).ok()?;
+        let manifest: Manifest = serde_json::from_slice(&manifest).ok()?;
+        Some(manifest.guest.went_on)
+    };
+    match superblock.state {
+        ImageState::Consumed => true,
+        ImageState::Sealed => is_snapshot().unwrap_or(false),
+        ImageState::Writing | ImageState::Waking => false,
+    }
+}
+
 /// Reads an area whose length was checked against its limit and the file's length.
 fn read_area(file: &File, path: &Path, name: &'static str, area: Area) -> Result<Vec<u8>, ImageError> {
     let mut bytes = vec![0; area.length as usize];

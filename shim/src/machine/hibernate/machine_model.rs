@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use proptest::prelude::*;
 
-use super::machine::{CancelAnswer, Effect, GiveBack, Input, Limit, Machine, Phase};
+use super::machine::{Aim, CancelAnswer, Effect, GiveBack, Input, Limit, Machine, Phase};
 use crate::error::{Code, Failure};
 
 const LIMIT: Limit = Limit::Total(Duration::from_secs(9));
@@ -159,7 +159,7 @@ impl World {
 
 /// Goes through one life; the end of what happens is an undisturbed one.
 fn live(ran_before: bool, happenings: &[Happening]) -> (Machine, World) {
-    let (mut machine, first) = Machine::begin();
+    let (mut machine, first) = Machine::begin(Aim::Hibernate);
     let mut world = World::new(ran_before);
     world.begin(first);
     let undisturbed = std::iter::repeat_n(&Happening::EffectEnds, 12);
@@ -253,10 +253,10 @@ fn inputs() -> [Input; 6] {
 
 /// A machine in `phase`, its effect under way.
 fn machine_in(phase: Phase) -> Machine {
-    let (mut machine, _) = Machine::begin();
+    let (mut machine, _) = Machine::begin(Aim::Hibernate);
     machine.step(Input::PreflightPassed { running: true });
     match phase {
-        Phase::Preflight => return Machine::begin().0,
+        Phase::Preflight => return Machine::begin(Aim::Hibernate).0,
         Phase::RollingBack | Phase::Failed | Phase::Uncertain => {
             machine.step(Input::Done);
             machine.step(Input::Failed(broken()));

@@ -10,6 +10,7 @@ use dormouse_storage::image::manifest::{Disk, Hardware, Qemu};
 use dormouse_storage::{ByteCount, Layout, Recording};
 use serde_json::Value;
 
+use super::machine::Aim;
 use super::{Request, stream};
 use crate::error::{Code, Failure, GuestState, sentence};
 use crate::vm::command_line::CommandLine;
@@ -86,7 +87,10 @@ async fn examine(client: &Client, request: &Request, running: bool) -> Result<Pl
     if !blockers.is_empty() {
         return Err(Failure::new(
             Code::Refused,
-            format!("cannot hibernate: {}", blockers.join("; ")),
+            match request.aim {
+                Aim::Hibernate => format!("cannot hibernate: {}", blockers.join("; ")),
+                Aim::Snapshot { .. } => format!("cannot take a snapshot: {}", blockers.join("; ")),
+            },
         ));
     }
 
@@ -177,7 +181,7 @@ impl Plan {
 
     /// The disks now, for the manifest.
     pub async fn disks(&self, client: &Client) -> Result<Vec<Disk>, Failure> {
-        disks::present(client, &self.directory).await
+        disks::with_fingerprints(disks::present(client, &self.directory).await?).await
     }
 }
 

@@ -9,6 +9,7 @@ mod machine_model;
 pub mod plan;
 mod resume;
 pub mod runner;
+pub mod snapshot;
 
 use std::path::PathBuf;
 
@@ -27,6 +28,9 @@ pub struct Request {
     pub paused: bool,
     /// Whether every chunk is checked first, also where the mode would not.
     pub verify: bool,
+    /// Whether the disks of a snapshot are known to be as they were at the snapshot, and not those that its guest went on
+    /// with.
+    pub disks_as_saved: bool,
     /// Arguments for QEMU after the recorded ones.
     pub changes: Vec<String>,
     /// The image's key, if it is encrypted.

@@ -6,7 +6,7 @@ use dormouse_storage::image::manifest::{GuestState as SavedState, Manifest};
 use dormouse_storage::{ByteCount, Image, ImageState, Unmappable};
 
 use super::guard::{self, CheckLineError};
-use super::{Mode, Request};
+use super::{Mode, Request, snapshot};
 use crate::error::{Code, Failure};
 use crate::vm::binary::{self, Binary};
 use crate::vm::command_line::{CommandLine, CommandLineError, MemoryBackend, Placement};
@@ -50,6 +50,9 @@ pub fn check_state(image: &Image) -> Result<(), Failure> {
 /// Decides everything that can be decided without starting the guest's QEMU. `scratch`: a folder for a socket.
 pub async fn plan(image: &Image, request: &Request, scratch: &Path) -> Result<Plan, Failure> {
     let manifest = image.manifest();
+    if !request.disks_as_saved {
+        snapshot::check_disks_apart(manifest)?;
+    }
     disks::check_unchanged(&manifest.disks)?;
     let recorded = manifest.command_line.as_ref().ok_or_else(|| {
         Failure::new(

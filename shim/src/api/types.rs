@@ -14,6 +14,7 @@ use super::snapshot::{NewSnapshot, Snapshot};
 use crate::error::{Code, Disposition, Failure, GuestState};
 use crate::machine::effect::milliseconds;
 use crate::machine::hibernate::machine::CancelAnswer;
+use crate::machine::wake::follow_up::FollowUp;
 use crate::machine::{hibernate, suspend, wake};
 use crate::supervisor::request_queue::{Ask, Priority};
 use crate::vm::engine::{Choice, Wish};
@@ -71,6 +72,9 @@ pub struct Woken {
     pub start_to_running_ms: f64,
     /// How long each phase took, in milliseconds.
     pub timings_ms: BTreeMap<String, f64>,
+    /// What was done for the guest once it ran.
+    #[serde(default)]
+    pub follow_up: FollowUp,
 }
 
 /// A wish for an operation.
@@ -435,7 +439,11 @@ impl Woken {
             "by {mode}, {:.0} ms from QEMU's start to running ({} ms)",
             self.start_to_running_ms,
             split.join(", ")
-        )
+        ) + if self.follow_up.clock_set {
+            "; its clock was set"
+        } else {
+            ""
+        }
     }
 }
 
@@ -457,6 +465,7 @@ impl From<wake::Report> for Woken {
             operation: None,
             mode: report.mode,
             start_to_running_ms: report.start_to_running_ms,
+            follow_up: report.follow_up,
             timings_ms: by_name(&report.timings_ms),
         }
     }

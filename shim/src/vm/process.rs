@@ -150,8 +150,8 @@ impl QemuProcess {
             .map_err(|error| Failure::new(Code::Internal, format!("cannot wait for QEMU: {error}")))
     }
 
-    /// What is behind a monitor that is gone: a QEMU that has ended says why on its error output, one that was killed
-    /// does not.
+    /// What is behind a monitor that is gone: a QEMU that has ended is quoted, one that was killed is
+    /// not.
     pub async fn why_gone(&mut self, failure: Failure) -> Failure {
         let Ok(Ok(status)) = tokio::time::timeout(END_TIMEOUT, self.child.wait()).await else {
             return failure;
@@ -159,10 +159,18 @@ impl QemuProcess {
         match status.code() {
             Some(_) => Failure::new(
                 Code::Refused,
-                format!("QEMU ended by itself ({status}): {}", told(&mut self.words).await),
+                format!(
+                    "QEMU did not take the image and ended ({status}): {}",
+                    self.last_words().await
+                ),
             ),
             None => Failure::new(Code::Unreachable, format!("QEMU was killed ({status})")),
         }
+    }
+
+    /// What QEMU said last on its error output. For a QEMU that has ended.
+    pub async fn last_words(&mut self) -> String {
+        told(&mut self.words).await
     }
 
     /// Kills QEMU.

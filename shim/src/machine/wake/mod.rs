@@ -1,5 +1,6 @@
 //! The wake: an image becomes a running guest, exactly once.
 
+pub mod follow_up;
 pub mod guard;
 mod load;
 pub mod machine;
@@ -64,4 +65,6 @@ pub struct Report {
     pub timings_ms: Vec<(machine::Phase, f64)>,
     /// From QEMU's start to a guest that runs (or is ready, when it stays paused), in milliseconds.
     pub start_to_running_ms: f64,
+    /// What was done for the guest once it ran.
+    pub follow_up: follow_up::FollowUp,
 }

@@ -9,6 +9,7 @@ use dormouse_storage::{Image, ImageState, MemoryFile, Progress, Run, WORKER_THRE
 use tokio::sync::{mpsc, watch};
 use tokio::time::Instant;
 
+use super::follow_up::{FollowUp, follow_up};
 use super::guard;
 use super::load::load;
 use super::machine::{Effect, Input, Machine, Phase};
@@ -92,7 +93,10 @@ pub async fn wake(
     told.send_replace(machine.phase());
     match machine.failure() {
         Some(failure) => Err(failure.clone()),
-        None => work.into_woken(),
+        None => {
+            work.follow_up().await;
+            work.into_woken()
+        }
     }
 }
 
@@ -108,6 +112,7 @@ struct Work<'a> {
     qemu: Option<QemuProcess>,
     qemu_started: Option<Instant>,
     start_to_running_ms: f64,
+    follow_up: FollowUp,
     timings_ms: Vec<(Phase, f64)>,
 }
 
@@ -124,6 +129,7 @@ impl<'a> Work<'a> {
             qemu: None,
             qemu_started: None,
             start_to_running_ms: 0.0,
+            follow_up: FollowUp::default(),
             timings_ms: Vec::new(),
         }
     }
@@ -294,8 +300,7 @@ impl<'a> Work<'a> {
     }
 
     async fn resume(&mut self) -> Result<(), Failure> {
-        let runs = self.plan.as_ref().is_some_and(|plan| plan.was_running) && !self.request.paused;
-        if runs {
+        if self.shall_run() {
             resume::run(self.qemu()?.client()).await?;
         }
         self.start_to_running_ms = self
@@ -303,6 +308,17 @@ impl<'a> Work<'a> {
             .map(|at| milliseconds(at.elapsed()))
             .unwrap_or_default();
         Ok(())
+    }
+
+    fn shall_run(&self) -> bool {
+        self.plan.as_ref().is_some_and(|plan| plan.was_running) && !self.request.paused
+    }
+
+    async fn follow_up(&mut self) {
+        if let Some(qemu) = &self.qemu {
+            let pid = qemu.pid().unwrap_or_default();
+            self.follow_up = follow_up(qemu.client(), pid, self.shall_run()).await;
+        }
     }
 
     async fn abandon(&mut self, unmark: bool) -> Result<(), Failure> {
@@ -357,6 +373,7 @@ impl<'a> Work<'a> {
                 mode: plan.mode,
                 timings_ms: self.timings_ms,
                 start_to_running_ms: self.start_to_running_ms,
+                follow_up: self.follow_up,
             },
             qemu,
             pages: self.pages,

@@ -238,13 +238,17 @@ fn a_device_that_fails_at_the_seal_is_told_as_doubtful_and_not_forgotten() {
     let output = saving.stdout.take().expect("its output is ours");
     let mut lines = BufReader::new(output).lines().map_while(Result::ok);
     let mut wait_for = |phase: &str| {
-        let met = lines.any(|line| line.contains(phase));
-        assert!(met, "it was over before {phase}");
+        let is_met = |line: String| {
+            let line: Value = serde_json::from_str(&line).unwrap_or_default();
+            line["phase"] == phase
+                || phase == "all memory" && line["bytes"] == line["total"] && line["bytes"] != 0
+        };
+        assert!(lines.any(is_met), "it was over before {phase}");
     };
     wait_for("SavingMemory");
     faults::freeze(qemu);
     // QEMU does not say what its disks are: all memory is written, and nothing else.
-    wait_for("Syncing");
+    wait_for("all memory");
     let hanging = Hanging::volume(&volume);
     faults::thaw(qemu);
     until("the tables to be written", || {

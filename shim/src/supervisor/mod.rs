@@ -228,6 +228,7 @@ fn snapshot(wish: NewSnapshot, handle: &Handle) -> Result<hibernate::Request, Fa
     };
     Ok(hibernate::Request {
         aim,
+        live: wish.live.map(Into::into),
         ..hibernation(as_of_hibernation, handle)?
     })
 }
@@ -257,6 +258,7 @@ pub fn hibernation(wish: NewOperation, handle: &Handle) -> Result<hibernate::Req
     let limits = Limits::default();
     Ok(hibernate::Request {
         aim: Aim::Hibernate,
+        live: None,
         target: absolute(to)?,
         replace,
         engine,

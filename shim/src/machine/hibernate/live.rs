@@ -18,7 +18,7 @@ use dormouse_qmp::{Client, CommandError, Events, Heard, command};
 use dormouse_storage::{ByteCount, Progress};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
-use tokio::time::{Instant, sleep};
+use tokio::time::{Instant, sleep, sleep_until, timeout_at};
 
 use crate::error::{Code, Failure};
 use crate::vm::monitor::{self, MigrationSettings};
@@ -118,7 +118,12 @@ impl Follower {
 
     /// Goes on following until something is new.
     pub async fn follow(&mut self, progress: &Progress) -> Result<(), Failure> {
+        let deadline = self.begun + self.limits.max_time;
+        let runs = self.paused_at.is_none();
         tokio::select! {
+            biased;
+            // Whether QEMU answers or not: it may be busy with its guest.
+            () = sleep_until(deadline), if runs => self.pause().await,
             heard = self.events.next() => match heard {
                 Heard::Event(event) if event.name == "STOP" => self.stopped().await,
                 Heard::Event(event) if event.name == "RESUME" => {
@@ -160,20 +165,32 @@ impl Follower {
     }
 
     async fn look(&mut self, progress: &Progress) -> Result<(), Failure> {
-        let migration: MigrationInfo = self.client.query(&command::query_migrate {}).await?;
+        let asked = self.client.query::<_, MigrationInfo>(&command::query_migrate {});
+        let migration = match self.paused_at {
+            Some(_) => asked.await?,
+            None => match timeout_at(self.begun + self.limits.max_time, asked).await {
+                Ok(answer) => answer?,
+                // The next look pauses the guest.
+                Err(_) => return Ok(()),
+            },
+        };
         let remaining = migration.ram.as_ref().and_then(|ram| ram.remaining_bytes);
         progress.expect(progress.done() + ByteCount(remaining.unwrap_or_default()));
         // A pass is counted when it begins.
-        let is_beyond =
-            passes(&migration) > self.limits.max_passes || self.begun.elapsed() >= self.limits.max_time;
+        let is_beyond = passes(&migration) > self.limits.max_passes;
         if is_beyond && self.paused_at.is_none() && !migration.is_terminal() {
-            self.is_forced = true;
-            self.paused_at = Some(Instant::now());
-            self.client
-                .with_deadline(STOP_TIMEOUT)
-                .execute(&command::stop {})
-                .await?;
+            return self.pause().await;
         }
+        Ok(())
+    }
+
+    async fn pause(&mut self) -> Result<(), Failure> {
+        self.is_forced = true;
+        self.paused_at = Some(Instant::now());
+        self.client
+            .with_deadline(STOP_TIMEOUT)
+            .execute(&command::stop {})
+            .await?;
         Ok(())
     }
 }

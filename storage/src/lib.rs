@@ -24,6 +24,7 @@
 
 mod byte_count;
 pub mod exchange;
+mod fingerprint;
 pub mod image;
 mod incoming;
 pub mod memory;
@@ -35,6 +36,7 @@ mod sys;
 mod volume;
 
 pub use byte_count::ByteCount;
+pub use fingerprint::{Fingerprint, fingerprint};
 pub use image::{
     BlockPlacement, BlockSize, CompleteImage, Compression, Corruption, CreateOptions, Image, ImageError,
     ImageKey, ImageState, ImageWriter, Layout, LayoutError, Manifest, MemoryWritten, Mismatch, RandomReader,

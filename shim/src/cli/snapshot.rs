@@ -8,7 +8,10 @@ use clap::Args;
 use dormouse_storage::ByteCount;
 
 use super::SaveArguments;
-use super::hibernate::{absolute, as_ms, attach, attend, by_supervisor, image_wish, limits, something_else};
+use super::hibernate::settled::settled;
+use super::hibernate::{
+    absolute, as_ms, attach, attend, by_supervisor, image_wish, limits, operation_id, something_else, terms,
+};
 use super::report::{Progress, Report};
 use crate::api::snapshot::{NewLive, NewSnapshot, Snapshot};
 use crate::api::types::{Ending, Key, NewOperation, OperationKind};
@@ -18,6 +21,7 @@ use crate::machine::hibernate::machine::Aim;
 use crate::machine::hibernate::{ImageWish, Request};
 use crate::signals::Signals;
 use crate::supervisor::operation::Prepared;
+use crate::supervisor::request_queue::Priority;
 use crate::supervisor::state_dir::StateDir;
 
 /// A copy of a guest.
@@ -74,7 +78,8 @@ pub async fn snapshot(
         (Some(name), _) => {
             let wish = NewOperation::Snapshot(wish(to, &arguments, &image));
             let signals = Signals::watch()?.for_several();
-            match by_supervisor(state, name, wish, signals, report).await? {
+            let terms = terms(&arguments.save, Priority::Normal);
+            match by_supervisor(state, name, (wish, terms), signals, report).await? {
                 Ending::Snapshot(snapshot) => *snapshot,
                 Ending::Hibernated(_) | Ending::SuspendedToDisk(_) => return Err(something_else()),
             }
@@ -117,11 +122,18 @@ async fn by_ourselves(
     (state, progress): (&StateDir, &Progress),
 ) -> Result<Snapshot, Failure> {
     let signals = Signals::watch()?;
+    let id = operation_id(&arguments.save);
+    let wish = NewOperation::Snapshot(wish(target.clone(), arguments, &image));
+    match settled(state, None, &wish, id).transpose()? {
+        None => {}
+        Some(Ending::Snapshot(snapshot)) => return Ok(*snapshot),
+        Some(_) => return Err(something_else()),
+    }
     let (client, request) = attach(socket, target, &arguments.save, image, state).await?;
     let aim = Aim::Snapshot {
         leave_paused: arguments.leave_paused,
     };
-    let prepared = Prepared::new(OperationKind::Snapshot);
+    let prepared = Prepared::new(id, OperationKind::Snapshot);
     let (documents, cancel) = (prepared.watch(), prepared.cancel());
     let live = arguments.live().map(Into::into);
     let work = prepared.hibernate(client, Request { aim, live, ..request });

@@ -36,6 +36,7 @@ mod layout;
 mod live;
 pub mod manifest;
 mod pages;
+mod precopy;
 mod random;
 pub(crate) mod reader;
 mod received;

@@ -7,6 +7,8 @@ pub mod give_back;
 pub mod limits;
 pub mod live;
 pub mod machine;
+#[cfg(test)]
+mod machine_model;
 pub mod plan;
 pub mod runner;
 pub mod stream;

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use dormouse_qmp::view::machine::RunState;
-use dormouse_qmp::{Client, Events, Heard, command};
+use dormouse_qmp::{Client, CommandError, Events, Heard, command};
 use dormouse_storage::image::manifest::{Backend, Disk, Guest, GuestState as SavedState, Manifest, RamBlock};
 use dormouse_storage::{
     CompleteImage, CreateOptions, ImageWriter, MemoryWritten, Progress, Recording, Run, SealedImage,
@@ -24,7 +24,7 @@ use tokio::time::Instant;
 use uuid::Uuid;
 
 use super::direct::{self, Source};
-use super::ending::end_qemu;
+use super::ending::{end_qemu, give_space_back};
 use super::give_back::give_guest_back;
 use super::limits::Watchdog;
 use super::live::{self, Follower, Passes};
@@ -35,6 +35,7 @@ use crate::error::{Code, Failure, GuestState};
 use crate::journal::{FORM, Journal, Point, Record};
 use crate::machine::effect::{blocking, joined, milliseconds, out_of_order};
 use crate::machine::interrupt::Interrupt;
+use crate::machine::recover::earlier::finish_earlier;
 use crate::vm::engine::Choice;
 use crate::vm::memory::DEVICE_STATE_BOUND;
 use crate::vm::monitor::{self, MigrationSettings, wait_for_run_state};
@@ -49,6 +50,9 @@ const STOP_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// How long a rollback waits for storage to let go of a partial image.
 const REMOVE_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// How long QEMU may take to tell what its guest does when all is over: nobody waits for one that hangs.
+const LAST_LOOK: Duration = Duration::from_secs(5);
 
 /// How often it is looked whether the hibernation takes too long.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
@@ -87,6 +91,7 @@ pub async fn hibernate(
     );
     let (mut machine, first) = Machine::begin(work.request.aim);
     let mut watchdog = Watchdog::new(work.request.limits, Instant::now());
+    let mut given_up_at = None;
     let mut next = Some(first);
     while let Some(effect) = next {
         told.send_modify(|told| told.phase = machine.phase());
@@ -113,6 +118,7 @@ pub async fn hibernate(
                     }
                 };
                 if machine.step(news) == Some(Effect::Interrupt) {
+                    given_up_at.get_or_insert_with(Instant::now);
                     interrupt.raise();
                 }
             }
@@ -121,11 +127,16 @@ pub async fn hibernate(
         work.timings_ms.push((phase, milliseconds(started.elapsed())));
         next = machine.step(input);
     }
-    work.end_journal(machine.phase()).await;
+    work.end_journal(&machine).await;
     told.send_modify(|told| told.phase = machine.phase());
     match machine.failure().cloned() {
         // Asked, not deduced: somebody else may have done something to the guest as well.
-        Some(failure) => Err(failure.with_guest(work.guest_state().await)),
+        Some(failure) => Err(Failure {
+            given_back_after: given_up_at
+                .filter(|_| machine.phase() == Phase::Failed)
+                .map(|at| work.given_back_at.unwrap_or_else(Instant::now) - at),
+            ..failure.with_guest(work.guest_state().await)
+        }),
         None => work.report().await,
     }
 }
@@ -173,6 +184,7 @@ struct Work {
     paused_by_another: bool,
     begun: Instant,
     paused_at: Option<Instant>,
+    given_back_at: Option<Instant>,
     pause_ms: f64,
     sealed_after_ms: f64,
     timings_ms: Vec<(Phase, f64)>,
@@ -211,6 +223,7 @@ impl Work {
             paused_by_another: false,
             begun: Instant::now(),
             paused_at: None,
+            given_back_at: None,
             pause_ms: 0.0,
             sealed_after_ms: 0.0,
             timings_ms: Vec::new(),
@@ -275,6 +288,7 @@ impl Work {
     }
 
     async fn preflight(&mut self) -> Result<(), Failure> {
+        finish_earlier(&self.client, &self.request.operations).await;
         let plan = preflight(&self.client, &self.request).await?;
         self.progress.expect(plan.memory.guest_total());
         self.told
@@ -579,20 +593,8 @@ impl Work {
 
     /// Gives back space that the sealed image does not use, and lets go of it.
     async fn trim(&mut self) {
-        if let Some(mut sealed) = self.sealed.take() {
-            // Space that is not given back is no reason to call a sealed image a failure.
-            let given_back = blocking(move || {
-                let run = Run {
-                    threads: WORKER_THREADS,
-                    progress: &Progress::default(),
-                    cancelled: &std::sync::atomic::AtomicBool::new(false),
-                };
-                Ok(sealed.give_back(&run)?)
-            })
-            .await;
-            if let Err(failure) = given_back {
-                tracing::warn!(%failure, "cannot give back the image's unused space");
-            }
+        if let Some(sealed) = self.sealed.take() {
+            give_space_back(sealed).await;
         }
     }
 
@@ -610,6 +612,7 @@ impl Work {
         self.remove_sealed().await?;
         let settings = self.settings.take();
         let given_back = give_guest_back(&self.client, give_back, &mut self.connections, settings).await;
+        self.given_back_at = Some(Instant::now());
         self.remove_partial_image().await;
         given_back.map(drop)
     }
@@ -641,18 +644,27 @@ impl Work {
 
     /// What the guest does now.
     async fn guest_state(&self) -> GuestState {
-        match monitor::run_state(&self.client).await {
+        match monitor::run_state(&self.client.with_deadline(LAST_LOOK)).await {
             Ok(RunState::Running) => GuestState::Running,
             Ok(_) => GuestState::Paused,
-            Err(_)
-                if self
-                    .plan
-                    .as_ref()
-                    .is_some_and(|plan| ProcessEnd::of(plan.pid).is_over()) =>
-            {
-                GuestState::Stopped
-            }
-            Err(_) => GuestState::Unknown,
+            Err(error) => self.guest_state_without_answer(&error).await,
+        }
+    }
+
+    /// A QEMU that hung up is most likely ending, which the end of its memory takes a while for.
+    async fn guest_state_without_answer(&self, error: &CommandError) -> GuestState {
+        let Some(plan) = &self.plan else {
+            return GuestState::Unknown;
+        };
+        let end = ProcessEnd::of(plan.pid);
+        if end.is_over() {
+            return GuestState::Stopped;
+        }
+        let hung_up = matches!(error, CommandError::ConnectionLost { .. });
+        let patience = if hung_up { LAST_LOOK } else { Duration::ZERO };
+        match blocking(move || Ok(end.wait(patience).unwrap_or(false))).await {
+            Ok(true) => GuestState::Stopped,
+            _ => GuestState::Unknown,
         }
     }
 
@@ -714,9 +726,14 @@ impl Work {
         }
     }
 
-    /// What is over needs no record; what is not certain does, as long as there is a QEMU.
-    async fn end_journal(&mut self, phase: Phase) {
-        if phase == Phase::Uncertain && self.guest_state().await != GuestState::Stopped {
+    /// What is over needs no record; what is not certain does, as long as there is a QEMU: also an image that may be
+    /// sealed although its guest was given back.
+    async fn end_journal(&mut self, machine: &Machine) {
+        let is_doubtful = machine.phase() == Phase::Uncertain
+            || machine
+                .failure()
+                .is_some_and(|failure| failure.code == Code::Operator);
+        if is_doubtful && self.guest_state().await != GuestState::Stopped {
             return;
         }
         if let Some(journal) = self.journal.take()
@@ -734,11 +751,13 @@ impl Work {
                 .map(|since| u64::try_from(since.as_millis()).unwrap_or(u64::MAX))
                 .unwrap_or_default(),
             dormouse_version: env!("CARGO_PKG_VERSION").to_owned(),
+            operation: Some(self.operation),
             vm_name: self.request.vm_name.clone(),
             qemu: plan.qemu.clone(),
             machine: plan.machine.clone(),
             machine_default_ram_id: plan.main_ram.clone(),
             cpu: plan.cpu.clone(),
+            hardware: Some(plan.hardware.clone()),
             ram_blocks: plan
                 .memory
                 .blocks
@@ -800,6 +819,12 @@ impl Work {
 }
 
 fn unwritten(error: &io::Error) -> Failure {
+    if error.kind() == io::ErrorKind::AlreadyExists {
+        return Failure::new(
+            Code::Refused,
+            "an operation of that id is under way elsewhere, or was interrupted (`dormouse recover` ends it)",
+        );
+    }
     Failure::new(
         Code::StorageIo,
         format!("cannot write the operation's record in the state directory: {error}"),

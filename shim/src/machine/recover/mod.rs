@@ -9,6 +9,7 @@
 //! - The guest of a snapshot is never ended: it is given back if it was not yet, and a sealed snapshot stays.
 //! - Where guest and image might both be the guest, nothing is touched, and a person is told which is which.
 
+pub mod earlier;
 pub mod runner;
 pub mod verdict;
 

@@ -1,7 +1,12 @@
 //! The wake: an image becomes a running guest, exactly once.
 
+pub mod guard;
+mod load;
 pub mod machine;
+#[cfg(test)]
+mod machine_model;
 pub mod plan;
+mod resume;
 pub mod runner;
 pub mod snapshot;
 
@@ -41,6 +46,9 @@ pub enum Mode {
     /// RAM is filled from the image first, every chunk checked. The image is free afterwards and the next hibernation
     /// is direct again.
     Eager,
+    /// RAM comes through QEMU's own loading of a migration, every chunk checked: for RAM of any kind, wherever the
+    /// command line has it. The image is free afterwards.
+    Stream,
 }
 
 /// What came of it.

@@ -188,9 +188,14 @@ impl BootSectorGuest {
         self.last_counter()
     }
 
-    /// Lets the guest's life begin anew with what it says from now on, because it goes back to an earlier point of it.
-    pub fn forget_counters(&self) {
-        fs::write(&self.body.serial_log, "ready\n").expect("the guest's log can be written");
+    /// What the guest said so far, for [`goes_back_to`](Self::goes_back_to).
+    pub fn log(&self) -> Vec<u8> {
+        fs::read(&self.body.serial_log).expect("the guest's log can be read")
+    }
+
+    /// Makes what the guest says from now on follow what it had said at an earlier point of its life.
+    pub fn goes_back_to(&self, log: &[u8]) {
+        fs::write(&self.body.serial_log, log).expect("the guest's log can be written");
     }
 
     /// The highest counter on the guest's disk.

@@ -22,6 +22,9 @@ const NO_SPACE: i32 = 7;
 
 const BUILDS: [QemuBuild; 3] = [QemuBuild::V7_2, QemuBuild::V10_0, QemuBuild::V11_1];
 
+/// Those that know all that an emulated CPU wrote.
+const LIVE_BUILDS: [QemuBuild; 2] = [QemuBuild::V10_0, QemuBuild::V11_1];
+
 const ENGINES: [&[&str]; 3] = [
     &["--engine", "direct"],
     &["--engine", "stream", "--channels", "0"],
@@ -101,57 +104,176 @@ fn a_guest_goes_on_and_its_snapshot_wakes_on_a_copy_of_its_disk_on_qemu_11_1() {
 /// The guest is left standing, so that its disk can be copied and its memory compared.
 fn a_guest_goes_on_and_its_snapshot_wakes_on_a_copy_of_its_disk(build: QemuBuild) {
     for engine in ENGINES {
-        let (scene, mut supervisor) = counting(build);
-        let Scene { dormouse, guest, lab } = &scene;
-        let settings_before = settings(&scene);
-        let options = [engine, &["--leave-paused"]].concat();
-        let taken = dormouse
-            .snapshot("guest", &image(&scene), &options)
-            .expect_success();
-        let taken = taken.result();
-        assert_eq!(
-            (&taken["result"], &taken["guest"]),
-            (&json!("snapshot"), &json!("paused"))
-        );
-        assert_eq!(settings(&scene), settings_before);
+        goes_on_and_wakes_on_a_copy(build, engine);
+    }
+}
 
-        let mut monitor = guest.monitor();
-        let before = monitor.memory(guest.ram_bytes(), &lab.path("memory-before"));
-        let copy = lab.path("disk-copy");
-        copy_disk(guest.disk(), &copy);
-        let stood_at = guest.last_counter();
-        monitor.cont();
-        assert!(guest.wait_for_more_ticks() > stood_at);
-        drop(monitor);
+/// Returns what the snapshot told.
+fn goes_on_and_wakes_on_a_copy(build: QemuBuild, options: &[&str]) -> Value {
+    let (scene, mut supervisor) = counting(build);
+    let Scene { dormouse, guest, lab } = &scene;
+    let settings_before = settings(&scene);
+    let all = [options, &["--leave-paused"]].concat();
+    let taken = dormouse.snapshot("guest", &image(&scene), &all).expect_success();
+    let taken = taken.result();
+    assert_eq!(
+        (&taken["result"], &taken["guest"]),
+        (&json!("snapshot"), &json!("paused"))
+    );
+    assert_eq!(settings(&scene), settings_before);
 
-        expect_verified(&scene);
-        // Beside its guest, or on the disk that its guest wrote to since, it does not wake.
-        for _ in 0..2 {
-            let refused = dormouse
-                .try_wake("twin", &image(&scene), &[])
-                .expect_exit(REFUSED);
-            assert!(refused.stderr.contains("went on"), "{refused:#?}");
-            if !lab.qemu_pids().is_empty() {
-                supervisor.terminate();
-                lab.wait_for_no_qemu();
-            }
+    let mut monitor = guest.monitor();
+    let before = monitor.memory(guest.ram_bytes(), &lab.path("memory-before"));
+    let copy = lab.path("disk-copy");
+    copy_disk(guest.disk(), &copy);
+    let said = guest.log();
+    let stood_at = guest.last_counter();
+    monitor.cont();
+    assert!(guest.wait_for_more_ticks() > stood_at);
+    drop(monitor);
+
+    expect_verified(&scene);
+    // Beside its guest, or on the disk that its guest wrote to since, it does not wake.
+    for _ in 0..2 {
+        let refused = dormouse
+            .try_wake("twin", &image(&scene), &[])
+            .expect_exit(REFUSED);
+        assert!(refused.stderr.contains("went on"), "{refused:#?}");
+        if !lab.qemu_pids().is_empty() {
+            supervisor.terminate();
+            lab.wait_for_no_qemu();
         }
-        fs::rename(&copy, guest.disk()).expect("the copy can take the disk's place");
-        guest.forget_counters();
-        let mut woken = dormouse.wake("guest", &image(&scene), &["--mode", "eager", "--paused"]);
-        let mut monitor = guest.monitor();
-        monitor.wait_for_status("paused");
-        let after = monitor.memory(guest.ram_bytes(), &lab.path("memory-after"));
-        let first_difference = before.iter().zip(&after).position(|(a, b)| a != b);
+    }
+    fs::rename(&copy, guest.disk()).expect("the copy can take the disk's place");
+    guest.goes_back_to(&said);
+    let mut woken = dormouse.wake("guest", &image(&scene), &["--mode", "eager", "--paused"]);
+    let mut monitor = guest.monitor();
+    monitor.wait_for_status("paused");
+    let after = monitor.memory(guest.ram_bytes(), &lab.path("memory-after"));
+    let first_difference = before.iter().zip(&after).position(|(a, b)| a != b);
+    assert_eq!(
+        first_difference, None,
+        "first difference of the memory, {options:?}"
+    );
+    assert_eq!(BootSectorGuest::pattern_faults(&after), Vec::<usize>::new());
+    monitor.cont();
+    assert!(guest.wait_for_more_ticks() > stood_at);
+    woken.terminate();
+    taken
+}
+
+#[test]
+fn a_live_snapshot_holds_what_the_guest_wrote_last() {
+    for build in LIVE_BUILDS {
+        for options in [&[][..], &["--compress", "zstd"]] {
+            let taken = goes_on_and_wakes_on_a_copy(build, &[&["--live"], options].concat());
+            assert_eq!(taken["engine"], "stream", "{taken}");
+            assert_eq!(taken["live"]["converged"], true, "{taken}");
+        }
+    }
+}
+
+#[test]
+fn a_guest_that_writes_faster_than_it_can_be_saved_is_paused_for_the_rest() {
+    // Too short for the first pass.
+    let options = ["--live", "--max-live", "20ms"];
+    for build in LIVE_BUILDS {
+        let taken = goes_on_and_wakes_on_a_copy(build, &options);
+        assert_eq!(taken["live"]["converged"], false, "{taken}");
+    }
+}
+
+#[test]
+fn a_live_snapshot_of_a_paused_guest_is_a_snapshot() {
+    let (scene, _supervisor) = counting(QemuBuild::V10_0);
+    scene.guest.monitor().stop();
+    let taken = scene
+        .dormouse
+        .snapshot("guest", &image(&scene), &["--live"])
+        .expect_success()
+        .result();
+    assert_eq!(
+        (&taken["engine"], &taken["live"]),
+        (&json!("direct"), &Value::Null)
+    );
+    assert_eq!(scene.guest.monitor().status(), "paused");
+}
+
+#[test]
+fn a_qemu_that_loses_track_of_what_its_guest_writes_takes_no_live_snapshot() {
+    let (scene, _supervisor) = counting(QemuBuild::V7_2);
+    let refused = scene.dormouse.snapshot("guest", &image(&scene), &["--live"]);
+    let message = refused.expect_exit(REFUSED).result()["error"]["message"].to_string();
+    assert!(message.contains("QEMU 9.0"), "{message}");
+    scene.guest.wait_for_more_ticks();
+}
+
+#[test]
+fn what_a_live_snapshot_cannot_use_is_refused() {
+    let (scene, _supervisor) = counting(QemuBuild::V10_0);
+    for wish in [["--engine", "direct"], ["--channels", "2"]] {
+        let options = [&["--live"][..], &wish].concat();
+        let refused = scene.dormouse.snapshot("guest", &image(&scene), &options);
+        let refused = refused.expect_exit(REFUSED).result();
+        let message = refused["error"]["message"].to_string();
+        assert!(message.contains("--live"), "{message}");
+    }
+    scene.guest.wait_for_more_ticks();
+}
+
+/// Returns when the guest is being saved while it runs.
+fn wait_for_passes(client: &mut Child) {
+    let output = client.stdout.take().expect("its output is ours");
+    let mut lines = BufReader::new(output).lines().map_while(Result::ok);
+    let met = lines.any(|line| {
+        let line: Value = serde_json::from_str(&line).unwrap_or_default();
+        line["phase"] == "SavingLive" && line["bytes"] != 0
+    });
+    assert!(met, "it was too fast to have a middle");
+}
+
+#[test]
+fn a_live_snapshot_that_is_cancelled_never_stops_its_guest_and_leaves_no_image() {
+    for build in LIVE_BUILDS {
+        let (scene, _supervisor) = counting(build);
+        let settings_before = settings(&scene);
+        let options = [&["--live"][..], &SLOWLY].concat();
+        let whom = ["guest".as_ref()];
+        let mut client = scene
+            .dormouse
+            .start_taking_snapshot(&whom, &image(&scene), &options);
+        wait_for_passes(&mut client);
+        scene.guest.wait_for_more_ticks();
+        assert_eq!(scene.guest.monitor().status(), "running");
+        faults::interrupt(Pid::from_child(&client));
+        scene.dormouse.finish(client).expect_exit(CANCELLED);
+        scene.guest.wait_for_more_ticks();
+        assert_eq!(images(&scene), Vec::<String>::new());
+        assert_eq!(settings(&scene), settings_before);
+        scene
+            .dormouse
+            .snapshot("guest", &image(&scene), &["--live"])
+            .expect_success();
+    }
+}
+
+#[test]
+fn killed_while_the_guest_is_saved_live_it_runs_on() {
+    for build in LIVE_BUILDS {
+        let options = [&["--live"][..], &SLOWLY].concat();
+        let killed = Killed::when(build, &options, |scene, _, mut client, supervisor| {
+            wait_for_passes(&mut client);
+            faults::kill(supervisor);
+            scene.dormouse.finish(client);
+        });
+        killed.scene.guest.wait_for_more_ticks();
+        let recovered = killed.recovered();
         assert_eq!(
-            first_difference, None,
-            "first difference of the memory, {engine:?}"
+            (&recovered["outcome"], &recovered["guest"]),
+            (&json!("given-back"), &json!("running"))
         );
-        assert_eq!(BootSectorGuest::pattern_faults(&after), Vec::<usize>::new());
-        monitor.cont();
-        guest.wait_for_more_ticks();
-        assert!(guest.counters()[0] >= BootSectorGuest::counter_in(&before));
-        woken.terminate();
+        assert_eq!(images(&killed.scene), Vec::<String>::new());
+        killed.expect_guest_as_before();
     }
 }
 

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use dormouse_storage::Compression;
 use serde::{Deserialize, Serialize};
@@ -10,6 +11,7 @@ use uuid::Uuid;
 use super::types::{Key, Storage, by_name, compression};
 use crate::error::GuestState;
 use crate::machine::hibernate;
+use crate::machine::hibernate::live::{LiveLimits, Passes};
 use crate::vm::engine::{Choice, Wish};
 
 /// A wish for a snapshot. What it has in common with a hibernation means the same there.
@@ -45,6 +47,31 @@ pub struct NewSnapshot {
     /// Whether the guest stands still after it, until somebody runs it.
     #[serde(default)]
     pub leave_paused: bool,
+    /// Whether the guest runs while it is saved, and how long it may be paused then.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub live: Option<NewLive>,
+}
+
+/// What is asked of a snapshot of a guest that runs meanwhile.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct NewLive {
+    /// The pause to aim at, in milliseconds.
+    pub max_pause_ms: u64,
+    /// Passes over its memory after which the guest is paused in any case.
+    pub max_passes: u64,
+    /// How long it runs meanwhile before it is paused in any case, in milliseconds.
+    pub max_time_ms: u64,
+}
+
+impl From<NewLive> for LiveLimits {
+    fn from(live: NewLive) -> Self {
+        Self {
+            max_pause: Duration::from_millis(live.max_pause_ms),
+            max_passes: live.max_passes,
+            max_time: Duration::from_millis(live.max_time_ms),
+        }
+    }
 }
 
 /// What came of a snapshot.
@@ -69,6 +96,9 @@ pub struct Snapshot {
     pub stored_bytes: u64,
     /// RAM that was zero and was not written, in bytes.
     pub zero_bytes: u64,
+    /// How it went, if the guest ran while it was saved.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub live: Option<Passes>,
     /// From the stop of the vCPUs until the guest was given back, in milliseconds.
     pub pause_ms: f64,
     /// From the beginning to a sealed image, in milliseconds.
@@ -97,6 +127,7 @@ impl From<hibernate::Report> for Snapshot {
             data_bytes: report.data.0,
             stored_bytes: report.stored.0,
             zero_bytes: report.zero.0,
+            live: report.live,
             pause_ms: report.pause_ms,
             sealed_after_ms: report.sealed_after_ms,
             timings_ms: by_name(&report.timings_ms),

@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::time::Duration;
 
 use clap::Args;
 use dormouse_storage::ByteCount;
@@ -12,9 +13,10 @@ use super::hibernate::{
     absolute, as_ms, attach, attend, by_supervisor, image_wish, limits, operation_id, something_else, terms,
 };
 use super::report::{Progress, Report};
-use crate::api::snapshot::{NewSnapshot, Snapshot};
+use crate::api::snapshot::{NewLive, NewSnapshot, Snapshot};
 use crate::api::types::{Ending, Key, NewOperation, OperationKind};
 use crate::error::{Code, Failure, GuestState};
+use crate::machine::hibernate::live::{LiveLimits, Passes};
 use crate::machine::hibernate::machine::Aim;
 use crate::machine::hibernate::{ImageWish, Request};
 use crate::signals::Signals;
@@ -38,8 +40,31 @@ pub struct SnapshotArguments {
     /// the disks meanwhile, and image and disks belong together
     #[arg(long)]
     leave_paused: bool,
+    /// Save the guest while it runs, and pause it only for what is left; takes the stream engine, over one connection
+    #[arg(long)]
+    live: bool,
+    /// With --live: the pause to aim at [default: 300ms]
+    #[arg(long, value_name = "TIME", requires = "live", value_parser = humantime::parse_duration)]
+    max_pause: Option<Duration>,
+    /// With --live: pause the guest after so many passes over its memory, whatever is left [default: 10]
+    #[arg(long, value_name = "N", requires = "live", value_parser = clap::value_parser!(u64).range(1..))]
+    max_passes: Option<u64>,
+    /// With --live: pause the guest after this time, whatever is left [default: 5m]
+    #[arg(long, value_name = "TIME", requires = "live", value_parser = humantime::parse_duration)]
+    max_live: Option<Duration>,
     #[command(flatten)]
     save: SaveArguments,
+}
+
+impl SnapshotArguments {
+    fn live(&self) -> Option<NewLive> {
+        let limits = LiveLimits::default();
+        self.live.then(|| NewLive {
+            max_pause_ms: as_ms(self.max_pause.unwrap_or(limits.max_pause)),
+            max_passes: self.max_passes.unwrap_or(limits.max_passes),
+            max_time_ms: as_ms(self.max_live.unwrap_or(limits.max_time)),
+        })
+    }
 }
 
 pub async fn snapshot(
@@ -84,6 +109,7 @@ fn wish(to: PathBuf, arguments: &SnapshotArguments, image: &ImageWish) -> NewSna
         timeout_ms: limits.total.map(as_ms),
         stall_timeout_ms: Some(as_ms(limits.stall)),
         leave_paused: arguments.leave_paused,
+        live: arguments.live(),
     }
 }
 
@@ -109,7 +135,8 @@ async fn by_ourselves(
     };
     let prepared = Prepared::new(id, OperationKind::Snapshot);
     let (documents, cancel) = (prepared.watch(), prepared.cancel());
-    let work = prepared.hibernate(client, Request { aim, ..request });
+    let live = arguments.live().map(Into::into);
+    let work = prepared.hibernate(client, Request { aim, live, ..request });
     let outcome = attend(work, documents, &cancel, signals, progress).await;
     outcome.map(Snapshot::from)
 }
@@ -124,8 +151,18 @@ fn describe(snapshot: &Snapshot) -> String {
         GuestState::Stopped => "QEMU has ended since",
         GuestState::Unknown => "QEMU does not say what the guest does",
     };
+    let live = match snapshot.live {
+        None => String::new(),
+        Some(Passes {
+            passes,
+            converged: true,
+        }) => format!(" after {passes} passes while it ran"),
+        Some(Passes { passes, .. }) => {
+            format!(" after {passes} passes while it ran, which did not converge")
+        }
+    };
     format!(
-        "snapshot in {} ({}, engine: {}, {}), complete after {:.0} ms\npaused {:.0} ms ({} as {}, {} of zeros left out); {guest}{passed_over}",
+        "snapshot in {} ({}, engine: {}, {}), complete after {:.0} ms\npaused {:.0} ms{live} ({} as {}, {} of zeros left out); {guest}{passed_over}",
         snapshot.image.display(),
         snapshot.storage.kind,
         snapshot.choice.engine.name(),

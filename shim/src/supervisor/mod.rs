@@ -293,6 +293,7 @@ fn snapshot(wish: NewSnapshot, lock: Duration, handle: &Handle) -> Result<hibern
     };
     Ok(hibernate::Request {
         aim,
+        live: wish.live.map(Into::into),
         ..hibernation(as_of_hibernation, lock, handle)?
     })
 }
@@ -326,6 +327,7 @@ pub fn hibernation(
     let limits = Limits::default();
     Ok(hibernate::Request {
         aim: Aim::Hibernate,
+        live: None,
         target: absolute(to)?,
         replace,
         engine,

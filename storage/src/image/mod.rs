@@ -33,6 +33,7 @@ pub(crate) mod error;
 mod interrupted;
 mod key;
 mod layout;
+mod live;
 pub mod manifest;
 mod pages;
 mod precopy;

@@ -329,6 +329,7 @@ pub(super) async fn attach(
     let (command_line, shape) = record.map(|record| (record.command_line, record.shape)).unzip();
     let request = Request {
         aim: Aim::Hibernate,
+        live: None,
         target,
         replace: arguments.replace,
         engine: arguments.engine,

@@ -21,7 +21,8 @@
 //!           └─────────► Failed ◄───────────────┘
 //! ```
 //!
-//! A snapshot goes another way once RAM is in the image:
+//! A snapshot goes another way once RAM is in the image. A live one has `SavingLive` instead of `Pausing`, `SavingDevices` and
+//! `SavingMemory`: the guest runs in it, and stands still at its end.
 //!
 //! ```text
 //! … SavingMemory ─► GivingBack ─► Syncing ─► Sealing ─► Trimming ─► SnapshotTaken
@@ -87,6 +88,8 @@ pub enum Phase {
     SavingDevices,
     /// Writing RAM.
     SavingMemory,
+    /// Saving the guest while it runs, and at the end while it stands still.
+    SavingLive,
     /// Giving the guest of a snapshot back.
     GivingBack,
     /// Writing what follows RAM, and bringing all of it to the disk.
@@ -118,6 +121,8 @@ pub enum Input {
     PreflightPassed {
         /// Whether they do.
         running: bool,
+        /// Whether the guest is saved while it runs.
+        live: bool,
     },
     /// The effect that was asked for last is done.
     Done,
@@ -166,6 +171,8 @@ pub enum Effect {
     SaveDevices,
     /// Write RAM.
     SaveMemory,
+    /// Do all three while the guest runs, as far as that goes.
+    SaveLive,
     /// Give the guest of a snapshot back; its memory is not needed any more.
     GiveBack(GiveBack),
     /// Write the tables, and sync.
@@ -217,6 +224,7 @@ pub struct Machine {
     phase: Phase,
     /// Whether the vCPUs ran when the hibernation began.
     was_running: bool,
+    is_live: bool,
     /// Why it ends early, once it does.
     failure: Option<Failure>,
     /// Whether the guest runs although we stopped it.
@@ -233,6 +241,7 @@ impl Machine {
                 aim,
                 phase: Phase::Preflight,
                 was_running: false,
+                is_live: false,
                 failure: None,
                 guest_ran: false,
                 is_back: false,
@@ -272,6 +281,7 @@ impl Machine {
             | Phase::Pausing
             | Phase::SavingDevices
             | Phase::SavingMemory
+            | Phase::SavingLive
             | Phase::GivingBack
             | Phase::Syncing => {
                 if self.failure.is_none() {
@@ -305,8 +315,9 @@ impl Machine {
                 .interrupted(|| Failure::new(Code::TimedOut, format!("{limit}; the guest was given back"))),
             Input::GuestRan => self.guest_ran(),
             Input::Failed(failure) => self.failed(failure),
-            Input::PreflightPassed { running } => {
+            Input::PreflightPassed { running, live } => {
                 self.was_running = running;
+                self.is_live = live && running && self.aim.is_snapshot();
                 self.advance()
             }
             Input::Done => self.advance(),
@@ -322,13 +333,16 @@ impl Machine {
         let is_snapshot = self.aim.is_snapshot();
         let (phase, effect) = match self.phase {
             Phase::Preflight => (Phase::Reserving, Some(Effect::Reserve)),
+            Phase::Reserving if self.is_live => (Phase::SavingLive, Some(Effect::SaveLive)),
             Phase::Reserving => (Phase::Pausing, Some(Effect::Pause)),
             Phase::Pausing => (Phase::SavingDevices, Some(Effect::SaveDevices)),
             Phase::SavingDevices => (Phase::SavingMemory, Some(Effect::SaveMemory)),
-            Phase::SavingMemory if is_snapshot => {
+            Phase::SavingMemory | Phase::SavingLive if is_snapshot => {
                 (Phase::GivingBack, Some(Effect::GiveBack(self.after_snapshot())))
             }
-            Phase::SavingMemory | Phase::GivingBack => (Phase::Syncing, Some(Effect::Sync)),
+            Phase::SavingMemory | Phase::SavingLive | Phase::GivingBack => {
+                (Phase::Syncing, Some(Effect::Sync))
+            }
             Phase::Syncing => (Phase::Sealing, Some(Effect::Seal)),
             Phase::Sealing if is_snapshot => (Phase::Trimming, Some(Effect::Trim)),
             Phase::Sealing => (Phase::Terminating, Some(Effect::Terminate)),

@@ -44,6 +44,8 @@ fn happening() -> impl Strategy<Value = Happening> {
 struct World {
     ran_before: bool,
     aim: Aim,
+    /// Whether the guest of a snapshot shall run as long as it can.
+    is_live: bool,
     under_way: Option<Effect>,
     /// Whether the guest was stopped, or told to be.
     is_touched: bool,
@@ -63,10 +65,11 @@ struct World {
 }
 
 impl World {
-    fn new(ran_before: bool, aim: Aim) -> Self {
+    fn new(ran_before: bool, aim: Aim, is_live: bool) -> Self {
         Self {
             ran_before,
             aim,
+            is_live,
             goes_on: false,
             under_way: None,
             is_touched: false,
@@ -118,6 +121,8 @@ impl World {
                     Aim::Snapshot { leave_paused: false } => assert_eq!(how, self.as_it_was()),
                 }
             }
+            Effect::SaveLive => assert!(self.is_live && self.ran_before && self.aim.is_snapshot()),
+            Effect::Pause => assert!(!(self.is_live && self.ran_before && self.aim.is_snapshot())),
             Effect::Trim => assert!(self.is_sealed && self.goes_on && self.reason.is_none()),
             Effect::Discard => assert!(self.aim.is_snapshot() && self.reason.is_some() && !self.is_sealed),
             Effect::Terminate => {
@@ -128,7 +133,7 @@ impl World {
             Effect::Interrupt => unreachable!("it is no effect of its own"),
             _ => assert_eq!(self.reason, None, "{effect:?} although it was given up"),
         }
-        self.is_touched |= effect == Effect::Pause;
+        self.is_touched |= matches!(effect, Effect::Pause | Effect::SaveLive);
         self.under_way = Some(effect);
     }
 
@@ -155,6 +160,7 @@ impl World {
             }
             (Effect::Preflight, true) => Input::PreflightPassed {
                 running: self.ran_before,
+                live: self.is_live,
             },
             (_, true) => Input::Done,
         }
@@ -189,17 +195,19 @@ impl World {
     }
 }
 
-fn aim() -> impl Strategy<Value = Aim> {
-    prop_oneof![
+/// What it is for, and whether a live save is wished for.
+fn aim() -> impl Strategy<Value = (Aim, bool)> {
+    let aim = prop_oneof![
         Just(Aim::Hibernate),
         any::<bool>().prop_map(|leave_paused| Aim::Snapshot { leave_paused }),
-    ]
+    ];
+    (aim, any::<bool>())
 }
 
 /// Goes through one life; the end of what happens is an undisturbed one.
-fn live(ran_before: bool, aim: Aim, happenings: &[Happening]) -> (Machine, World) {
+fn live(ran_before: bool, (aim, is_live): (Aim, bool), happenings: &[Happening]) -> (Machine, World) {
     let (mut machine, first) = Machine::begin(aim);
-    let mut world = World::new(ran_before, aim);
+    let mut world = World::new(ran_before, aim, is_live);
     world.begin(first);
     let undisturbed = std::iter::repeat_n(&Happening::EffectEnds, 12);
     for happening in happenings.iter().chain(undisturbed) {
@@ -234,6 +242,7 @@ fn live(ran_before: bool, aim: Aim, happenings: &[Happening]) -> (Machine, World
                 Some(Effect::Preflight) => Input::Done,
                 _ => Input::PreflightPassed {
                     running: !world.ran_before,
+                    live: !world.is_live,
                 },
             },
         };
@@ -286,7 +295,10 @@ proptest! {
 /// One of each kind.
 fn inputs() -> [Input; 6] {
     [
-        Input::PreflightPassed { running: true },
+        Input::PreflightPassed {
+            running: true,
+            live: false,
+        },
         Input::Done,
         Input::Failed(broken()),
         Input::CancelRequested,
@@ -298,7 +310,10 @@ fn inputs() -> [Input; 6] {
 /// A machine in `phase`, its effect under way.
 fn machine_in(phase: Phase) -> Machine {
     let (mut machine, _) = Machine::begin(Aim::Hibernate);
-    machine.step(Input::PreflightPassed { running: true });
+    machine.step(Input::PreflightPassed {
+        running: true,
+        live: false,
+    });
     match phase {
         Phase::Preflight => return Machine::begin(Aim::Hibernate).0,
         Phase::RollingBack | Phase::Failed | Phase::Uncertain => {
@@ -535,7 +550,10 @@ fn every_input_in_every_phase_of_a_snapshot_alone_does_what_the_table_says() {
     for (phase, row) in table {
         for (input, expected) in inputs().into_iter().zip(row) {
             let (mut machine, _) = Machine::begin(Aim::Snapshot { leave_paused: false });
-            machine.step(Input::PreflightPassed { running: true });
+            machine.step(Input::PreflightPassed {
+                running: true,
+                live: false,
+            });
             let way_to = if phase == Discarding { Syncing } else { phase };
             while machine.phase() != way_to {
                 machine.step(Input::Done);

@@ -5,6 +5,7 @@ pub mod ending;
 pub mod forecast;
 pub mod give_back;
 pub mod limits;
+pub mod live;
 pub mod machine;
 #[cfg(test)]
 mod machine_model;
@@ -22,6 +23,7 @@ use crate::error::GuestState;
 use crate::vm::engine::{Choice, Wish};
 use crate::vm::shape::Shape;
 use limits::Limits;
+use live::{LiveLimits, Passes};
 use machine::Aim;
 
 /// What is asked for.
@@ -29,6 +31,8 @@ use machine::Aim;
 pub struct Request {
     /// What becomes of the guest.
     pub aim: Aim,
+    /// Whether the guest of a snapshot runs while it is saved, and how long it may be paused then.
+    pub live: Option<LiveLimits>,
     /// Where the image goes.
     pub target: PathBuf,
     /// Whether an image that is there already may be replaced.
@@ -88,6 +92,8 @@ pub struct Report {
     pub choice: Choice,
     /// What the image is on.
     pub storage: Storage,
+    /// How a live snapshot went.
+    pub live: Option<Passes>,
     /// RAM that held something.
     pub data: ByteCount,
     /// What was written for it.

@@ -27,6 +27,7 @@ use super::direct::{self, Source};
 use super::ending::{end_qemu, give_space_back};
 use super::give_back::give_guest_back;
 use super::limits::Watchdog;
+use super::live::{self, Follower, Passes};
 use super::machine::{Aim, CancelAnswer, Effect, GiveBack, Input, Machine, Phase};
 use super::plan::{Plan, preflight};
 use super::target_lock::taken_in_time;
@@ -178,6 +179,10 @@ struct Work {
     sealed: Option<SealedImage>,
     /// Threads that write an image that nobody wants any more; they end when the storage lets them.
     abandoned: Option<JoinHandle<()>>,
+    /// How a live save went.
+    passes: Option<Passes>,
+    /// Whether somebody else paused the guest while it was saved.
+    paused_by_another: bool,
     begun: Instant,
     paused_at: Option<Instant>,
     given_back_at: Option<Instant>,
@@ -215,6 +220,8 @@ impl Work {
             complete: None,
             sealed: None,
             abandoned: None,
+            passes: None,
+            paused_by_another: false,
             begun: Instant::now(),
             paused_at: None,
             given_back_at: None,
@@ -237,6 +244,7 @@ impl Work {
             Effect::Pause => self.pause(was_running).await,
             Effect::SaveDevices => self.save_devices().await,
             Effect::SaveMemory => self.save_memory().await,
+            Effect::SaveLive => self.save_live().await,
             Effect::Sync => self.sync(was_running).await,
             Effect::Seal => self.seal().await,
             Effect::Terminate => self.terminate().await,
@@ -253,6 +261,7 @@ impl Work {
             (_, Err(failure)) => Input::Failed(failure),
             (Effect::Preflight, Ok(())) => Input::PreflightPassed {
                 running: self.plan.as_ref().is_some_and(|plan| plan.running),
+                live: self.plan.as_ref().is_some_and(|plan| plan.live),
             },
             (_, Ok(())) => Input::Done,
         }
@@ -293,6 +302,9 @@ impl Work {
     async fn reserve(&mut self) -> Result<(), Failure> {
         let plan = self.plan()?;
         let settings = match plan.choice.channels {
+            _ if plan.live => {
+                live::find_settings(&self.client, self.request.live.unwrap_or_default()).await?
+            }
             None => direct::find_settings(&self.client, &plan).await?,
             Some(channels) => stream::find_settings(&self.client, channels).await?,
         };
@@ -448,6 +460,69 @@ impl Work {
         Ok(())
     }
 
+    /// Has QEMU send all of the guest while it runs, and writes it.
+    async fn save_live(&mut self) -> Result<(), Failure> {
+        let plan = self.plan()?;
+        let mut writer = self.writer.take().ok_or_else(out_of_order)?;
+        let mut follower = Follower::of(&self.client, self.request.live.unwrap_or_default());
+        self.set().await?;
+        let connection = in_time(stream::connect_plain(&self.client)).await?;
+        let held = connection
+            .try_clone()
+            .map_err(|error| Failure::new(Code::Internal, format!("cannot hold a connection: {error}")))?;
+        self.connections = vec![held];
+        let (progress, interrupt) = (Arc::clone(&self.progress), self.interrupt.clone());
+        let mut task = tokio::task::spawn_blocking(move || {
+            let run = Run {
+                threads: 1,
+                progress: &progress,
+                cancelled: interrupt.flag(),
+            };
+            let recording = writer.write_live(connection, DEVICE_STATE_BOUND, &run)?;
+            Ok((writer, recording))
+        });
+        let outcome = {
+            let mut saved = pin!(self.interrupt.or(joined(&mut task)));
+            loop {
+                tokio::select! {
+                    biased;
+                    outcome = &mut saved => break outcome,
+                    // A QEMU that does not answer shows in the stream as well.
+                    followed = follower.follow(&self.progress) => if let Err(failure) = followed {
+                        break Err(failure);
+                    },
+                }
+            }
+        };
+        self.paused_by_another = follower.paused_by_another;
+        self.paused_at = follower.paused_at;
+        if !task.is_finished() {
+            self.interrupt.raise();
+            self.abandoned = Some(tokio::spawn(async { drop(task.await) }));
+        }
+        let (writer, recording) = match outcome {
+            Err(failure) => return Err(stream::reason(&self.client, failure).await),
+            Ok(saved) => saved,
+        };
+        self.interrupt.or(stream::settle(&self.client)).await?;
+        plan.check_blocks(&recording)?;
+        // An event that was missed.
+        self.paused_at.get_or_insert_with(Instant::now);
+        self.passes = Some(follower.conclude().await?);
+        self.disks = self.interrupt.or(self.disks_at_rest(&plan)).await?;
+        self.note_storage(&writer);
+        (self.writer, self.recording) = (Some(writer), Some(recording));
+        Ok(())
+    }
+
+    /// A guest that somebody else paused while it was saved stays so.
+    fn as_others_left_it(&self, how: GiveBack) -> GiveBack {
+        match how {
+            GiveBack::Running if self.paused_by_another => GiveBack::Paused,
+            how => how,
+        }
+    }
+
     /// The disks, while the guest stands still.
     async fn disks_at_rest(&self, plan: &Plan) -> Result<Vec<Disk>, Failure> {
         let disks = plan.disks(&self.client).await?;
@@ -457,6 +532,7 @@ impl Work {
 
     /// Gives the guest of a snapshot back. All that is still written comes from memory of ours.
     async fn give_back(&mut self, how: GiveBack) -> Result<(), Failure> {
+        let how = self.as_others_left_it(how);
         let settings = self.settings.take();
         let back = give_guest_back(&self.client, how, &mut self.connections, settings).await?;
         self.pause_ms = self
@@ -482,7 +558,9 @@ impl Work {
             // Storage that hangs is left to itself: what comes of it is dropped, and was no image.
             self.abandoned = Some(tokio::spawn(async { drop(task.await) }));
         }
-        self.complete = Some(outcome?);
+        let complete = outcome?;
+        self.written = complete.written();
+        self.complete = Some(complete);
         noted
     }
 
@@ -532,6 +610,7 @@ impl Work {
     }
 
     async fn roll_back(&mut self, give_back: GiveBack) -> Result<(), Failure> {
+        let give_back = self.as_others_left_it(give_back);
         self.note_return().await;
         // A whole image must be gone before its guest runs. A partial one is nobody's guest, and waits.
         self.remove_sealed().await?;
@@ -732,6 +811,7 @@ impl Work {
             image: self.request.target,
             image_id: self.image_id,
             storage: self.storage.ok_or_else(out_of_order)?,
+            live: self.passes,
             data: self.written.data,
             stored: self.written.stored,
             zero: self.written.zero,

@@ -13,7 +13,7 @@ const FORWARD: [(Phase, Effect); 8] = [
 
 fn input_for(phase: Phase, running: bool) -> Input {
     if phase == Phase::Preflight {
-        Input::PreflightPassed { running }
+        Input::PreflightPassed { running, live: false }
     } else {
         Input::Done
     }
@@ -302,6 +302,51 @@ fn a_snapshot_that_cannot_be_trimmed_is_one() {
     assert_eq!((machine.phase(), machine.failure()), (Phase::SnapshotTaken, None));
 }
 
+/// A live snapshot while its guest is saved.
+fn live_machine() -> Machine {
+    let (mut machine, _) = Machine::begin(SNAPSHOT);
+    machine.step(Input::PreflightPassed {
+        running: true,
+        live: true,
+    });
+    assert_eq!(machine.step(Input::Done), Some(Effect::SaveLive));
+    machine
+}
+
+#[test]
+fn a_live_snapshot_saves_its_guest_while_it_runs_and_then_gives_it_back() {
+    let mut machine = live_machine();
+    // Of course it runs.
+    assert_eq!(machine.step(Input::GuestRan), None);
+    assert_eq!(
+        machine.step(Input::Done),
+        Some(Effect::GiveBack(GiveBack::Running))
+    );
+    assert_eq!(machine.step(Input::Done), Some(Effect::Sync));
+}
+
+#[test]
+fn a_live_snapshot_that_fails_or_is_cancelled_gives_its_guest_back_running() {
+    let mut machine = live_machine();
+    let back = Some(Effect::RollBack(GiveBack::Running));
+    assert_eq!(machine.step(Input::Failed(broken())), back);
+    let mut machine = live_machine();
+    assert_eq!(machine.answer_to_cancel(), CancelAnswer::Accepted);
+    assert_eq!(machine.step(Input::CancelRequested), Some(Effect::Interrupt));
+    assert_eq!(machine.step(Input::Failed(broken())), back);
+    machine.step(Input::Done);
+    assert_eq!(machine.failure().unwrap().code, Code::Cancelled);
+}
+
+#[test]
+fn a_live_snapshot_of_a_paused_guest_is_a_snapshot_and_a_hibernation_is_never_live() {
+    for (aim, running) in [(SNAPSHOT, false), (Aim::Hibernate, true)] {
+        let (mut machine, _) = Machine::begin(aim);
+        machine.step(Input::PreflightPassed { running, live: true });
+        assert_eq!(machine.step(Input::Done), Some(Effect::Pause));
+    }
+}
+
 #[test]
 fn no_sequence_of_inputs_ends_qemu_without_a_seal_or_runs_the_guest_after_it() {
     // Every sequence of nine inputs out of five, behind a preflight that passed: few enough to try them all.
@@ -317,6 +362,7 @@ fn no_sequence_of_inputs_ends_qemu_without_a_seal_or_runs_the_guest_after_it() {
         let (mut machine, _) = Machine::begin(aim);
         machine.step(Input::PreflightPassed {
             running: sequence % 2 == 0,
+            live: sequence % 3 == 0,
         });
         let (mut sealed, mut given_back, mut discarded, mut rest) = (false, 0, false, sequence);
         for _ in 0..9 {

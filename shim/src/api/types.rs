@@ -10,7 +10,9 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use uuid::Uuid;
 use zeroize::Zeroizing;
 
+use super::snapshot::{NewSnapshot, Snapshot};
 use crate::error::{Code, Disposition, Failure, GuestState};
+use crate::machine::effect::milliseconds;
 use crate::machine::hibernate::machine::CancelAnswer;
 use crate::machine::{hibernate, suspend, wake};
 use crate::supervisor::request_queue::{Ask, Priority};
@@ -104,6 +106,8 @@ pub enum NewOperation {
         #[serde(default, skip_serializing_if = "Option::is_none")]
         stall_timeout_ms: Option<u64>,
     },
+    /// Save the guest into an image, and let it go on.
+    Snapshot(NewSnapshot),
     /// Have the guest save itself onto its own disk, by its agent, and power off; then QEMU ends. There is no image.
     SuspendToDisk {
         /// The guest agent's socket, an absolute path; without it, the one that QEMU has for it.
@@ -144,6 +148,7 @@ impl NewOperation {
     pub fn title(&self) -> String {
         match self {
             Self::Hibernate { to, .. } => format!("hibernation to {}", to.display()),
+            Self::Snapshot(snapshot) => format!("snapshot to {}", snapshot.to.display()),
             Self::SuspendToDisk { .. } => "suspend to disk".to_owned(),
         }
     }
@@ -152,6 +157,7 @@ impl NewOperation {
     pub fn kind(&self) -> OperationKind {
         match self {
             Self::Hibernate { .. } => OperationKind::Hibernate,
+            Self::Snapshot(_) => OperationKind::Snapshot,
             Self::SuspendToDisk { .. } => OperationKind::SuspendToDisk,
         }
     }
@@ -176,7 +182,7 @@ impl<'de> Deserialize<'de> for Key {
     }
 }
 
-mod compression {
+pub(super) mod compression {
     use dormouse_storage::Compression;
     use serde::de::Error;
     use serde::{Deserialize, Deserializer, Serializer};
@@ -216,6 +222,8 @@ impl From<hibernate::Storage> for Storage {
 pub enum OperationKind {
     /// The guest goes into an image.
     Hibernate,
+    /// A copy of the guest goes into an image.
+    Snapshot,
     /// The guest saves itself.
     SuspendToDisk,
 }
@@ -245,14 +253,30 @@ pub struct Operation {
     pub error: Option<Problem>,
 }
 
+impl Operation {
+    /// Whether it ended well, and left no guest to do anything with.
+    pub fn ended_the_guest(&self) -> bool {
+        self.result.as_ref().is_some_and(Ending::is_of_the_guest)
+    }
+}
+
 /// What came of an operation that ended well.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(untagged)]
 pub enum Ending {
     /// The guest is in an image.
     Hibernated(Box<Hibernated>),
+    /// A copy of the guest is in an image.
+    Snapshot(Box<Snapshot>),
     /// The guest is on its own disk.
     SuspendedToDisk(SuspendedToDisk),
+}
+
+impl Ending {
+    /// Whether it is the guest's end too.
+    pub fn is_of_the_guest(&self) -> bool {
+        !matches!(self, Self::Snapshot(_))
+    }
 }
 
 /// What came of a suspend to disk.
@@ -319,7 +343,7 @@ pub struct Cancelled {
 }
 
 /// A failure, as RFC 9457 has it, with what a program needs beside.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Problem {
     /// The HTTP status.
     pub status: u16,
@@ -331,6 +355,9 @@ pub struct Problem {
     pub guest: GuestState,
     /// One sentence for a person.
     pub detail: String,
+    /// From a cancel, or a limit that was reached, until the guest was given back, in milliseconds.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub given_back_ms: Option<f64>,
 }
 
 impl From<&Failure> for Problem {
@@ -349,6 +376,7 @@ impl From<&Failure> for Problem {
             disposition: failure.code.disposition(),
             guest: failure.guest,
             detail: failure.message.clone(),
+            given_back_ms: failure.given_back_after.map(milliseconds),
         }
     }
 }
@@ -359,6 +387,9 @@ impl From<Problem> for Failure {
             code: problem.code,
             guest: problem.guest,
             message: problem.detail,
+            given_back_after: problem
+                .given_back_ms
+                .and_then(|ms| Duration::try_from_secs_f64(ms / 1000.0).ok()),
         }
     }
 }
@@ -391,6 +422,33 @@ impl From<suspend::Report> for SuspendedToDisk {
     }
 }
 
+impl Woken {
+    /// What a person is told of it.
+    pub fn describe(&self) -> String {
+        let mode = serde_json::to_value(self.mode).unwrap_or_default();
+        let mode = mode.as_str().unwrap_or_default();
+        let split: Vec<String> = SPLIT
+            .iter()
+            .filter_map(|(phase, told)| Some(format!("{told} {:.0}", self.timings_ms.get(*phase)?)))
+            .collect();
+        format!(
+            "by {mode}, {:.0} ms from QEMU's start to running ({} ms)",
+            self.start_to_running_ms,
+            split.join(", ")
+        )
+    }
+}
+
+/// The phases of a wake that a person is told of.
+const SPLIT: [(&str, &str); 6] = [
+    ("Preparing", "memory"),
+    ("Starting", "start"),
+    ("Checking", "check"),
+    ("Loading", "load"),
+    ("Marking", "mark"),
+    ("Resuming", "resume"),
+];
+
 impl From<wake::Report> for Woken {
     fn from(report: wake::Report) -> Self {
         Self {
@@ -404,7 +462,7 @@ impl From<wake::Report> for Woken {
     }
 }
 
-fn by_name<P: std::fmt::Debug>(timings: &[(P, f64)]) -> BTreeMap<String, f64> {
+pub(super) fn by_name<P: std::fmt::Debug>(timings: &[(P, f64)]) -> BTreeMap<String, f64> {
     timings
         .iter()
         .map(|(phase, elapsed)| (format!("{phase:?}"), *elapsed))

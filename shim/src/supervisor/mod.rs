@@ -33,11 +33,12 @@ use tokio::sync::{mpsc, oneshot, watch};
 use uuid::Uuid;
 
 use crate::api::routes;
+use crate::api::snapshot::NewSnapshot;
 use crate::api::types::{NewOperation, Operation, Ram, Woken};
 use crate::error::{Code, Failure};
 use crate::machine::hibernate;
 use crate::machine::hibernate::limits::Limits;
-use crate::machine::hibernate::machine::CancelAnswer;
+use crate::machine::hibernate::machine::{Aim, CancelAnswer};
 use crate::signals::Signals;
 use crate::vm::process::{QemuProcess, working_directory};
 use crate::vm::shape::Shape;
@@ -274,6 +275,28 @@ fn pass_on(signal: Signal, supervised: &Supervised) {
     }
 }
 
+/// What a wish for a snapshot asks for.
+fn snapshot(wish: NewSnapshot, lock: Duration, handle: &Handle) -> Result<hibernate::Request, Failure> {
+    let aim = Aim::Snapshot {
+        leave_paused: wish.leave_paused,
+    };
+    let as_of_hibernation = NewOperation::Hibernate {
+        to: wish.to,
+        replace: wish.replace,
+        engine: wish.engine,
+        channels: wish.channels,
+        compress: wish.compress,
+        key: wish.key,
+        rate_limit_bytes: wish.rate_limit_bytes,
+        timeout_ms: wish.timeout_ms,
+        stall_timeout_ms: wish.stall_timeout_ms,
+    };
+    Ok(hibernate::Request {
+        aim,
+        ..hibernation(as_of_hibernation, lock, handle)?
+    })
+}
+
 /// What a wish for a hibernation asks for; `lock`: how long it may wait for its target.
 pub fn hibernation(
     wish: NewOperation,
@@ -302,6 +325,7 @@ pub fn hibernation(
     }
     let limits = Limits::default();
     Ok(hibernate::Request {
+        aim: Aim::Hibernate,
         target: absolute(to)?,
         replace,
         engine,

@@ -1,8 +1,14 @@
 //! The wake: an image becomes a running guest, exactly once.
 
+pub mod guard;
+mod load;
 pub mod machine;
+#[cfg(test)]
+mod machine_model;
 pub mod plan;
+mod resume;
 pub mod runner;
+pub mod snapshot;
 
 use std::path::PathBuf;
 
@@ -21,6 +27,9 @@ pub struct Request {
     pub paused: bool,
     /// Whether every chunk is checked first, also where the mode would not.
     pub verify: bool,
+    /// Whether the disks of a snapshot are known to be as they were at the snapshot, and not those that its guest went on
+    /// with.
+    pub disks_as_saved: bool,
     /// Arguments for QEMU after the recorded ones.
     pub changes: Vec<String>,
     /// The image's key, if it is encrypted.
@@ -37,6 +46,9 @@ pub enum Mode {
     /// RAM is filled from the image first, every chunk checked. The image is free afterwards and the next hibernation
     /// is direct again.
     Eager,
+    /// RAM comes through QEMU's own loading of a migration, every chunk checked: for RAM of any kind, wherever the
+    /// command line has it. The image is free afterwards.
+    Stream,
 }
 
 /// What came of it.

@@ -218,7 +218,10 @@ mod tests {
     #[test]
     fn a_hibernation_that_ends_like_that_says_that_it_was_cancelled_and_what_is_left_to_do() {
         let (mut machine, _) = Machine::begin(Aim::Hibernate);
-        machine.step(Input::PreflightPassed { running: true });
+        machine.step(Input::PreflightPassed {
+            running: true,
+            live: false,
+        });
         machine.step(Input::Done);
         machine.step(Input::CancelRequested);
         assert_eq!(

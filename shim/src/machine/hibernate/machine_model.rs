@@ -155,6 +155,7 @@ impl World {
             }
             (Effect::Preflight, true) => Input::PreflightPassed {
                 running: self.ran_before,
+                live: false,
             },
             (_, true) => Input::Done,
         }
@@ -234,6 +235,7 @@ fn live(ran_before: bool, aim: Aim, happenings: &[Happening]) -> (Machine, World
                 Some(Effect::Preflight) => Input::Done,
                 _ => Input::PreflightPassed {
                     running: !world.ran_before,
+                    live: false,
                 },
             },
         };
@@ -286,7 +288,10 @@ proptest! {
 /// One of each kind.
 fn inputs() -> [Input; 6] {
     [
-        Input::PreflightPassed { running: true },
+        Input::PreflightPassed {
+            running: true,
+            live: false,
+        },
         Input::Done,
         Input::Failed(broken()),
         Input::CancelRequested,
@@ -298,7 +303,10 @@ fn inputs() -> [Input; 6] {
 /// A machine in `phase`, its effect under way.
 fn machine_in(phase: Phase) -> Machine {
     let (mut machine, _) = Machine::begin(Aim::Hibernate);
-    machine.step(Input::PreflightPassed { running: true });
+    machine.step(Input::PreflightPassed {
+        running: true,
+        live: false,
+    });
     match phase {
         Phase::Preflight => return Machine::begin(Aim::Hibernate).0,
         Phase::RollingBack | Phase::Failed | Phase::Uncertain => {
@@ -535,7 +543,10 @@ fn every_input_in_every_phase_of_a_snapshot_alone_does_what_the_table_says() {
     for (phase, row) in table {
         for (input, expected) in inputs().into_iter().zip(row) {
             let (mut machine, _) = Machine::begin(Aim::Snapshot { leave_paused: false });
-            machine.step(Input::PreflightPassed { running: true });
+            machine.step(Input::PreflightPassed {
+                running: true,
+                live: false,
+            });
             let way_to = if phase == Discarding { Syncing } else { phase };
             while machine.phase() != way_to {
                 machine.step(Input::Done);

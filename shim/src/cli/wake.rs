@@ -10,6 +10,8 @@ use super::report::Report;
 use super::{WakeArguments, detach, exit_like, recover};
 use crate::api::types::{Ram, Woken as WokenDocument};
 use crate::error::{Code, Failure};
+use crate::machine::wake::feeding::Feeding;
+use crate::machine::wake::lazy::FeedWish;
 use crate::machine::wake::machine::Phase;
 use crate::machine::wake::runner::{Surroundings, Woken, wake as wake_guest};
 use crate::machine::wake::{Mode, Request};
@@ -40,6 +42,10 @@ pub async fn wake(arguments: WakeArguments, state: &StateDir, report: &Report) -
         verify: arguments.verify,
         changes: arguments.changes,
         key: arguments.key.read()?,
+        feed: FeedWish {
+            rate_limit: arguments.rate_limit,
+            keep_image: arguments.keep_image,
+        },
     };
     let surroundings = Surroundings {
         vm_directory: directory.path(),
@@ -63,17 +69,21 @@ pub async fn wake(arguments: WakeArguments, state: &StateDir, report: &Report) -
         document.start_to_running_ms, document.mode
     ));
     let ram = match (document.mode, woken.pages) {
-        (Mode::Eager, Some(pages)) => Ram::Shared { pages },
-        (Mode::Eager, None) => Ram::AsGiven,
+        (Mode::Eager | Mode::Lazy, Some(pages)) => Ram::Shared { pages },
+        (Mode::Eager | Mode::Lazy, None) => Ram::AsGiven,
         (Mode::Map, _) => Ram::MappedFromImage,
     };
-    let image = after_wake(woken.image, document.mode, arguments.keep_image);
+    let (image, feeding) = match woken.feed {
+        Some(feed) => (None, Some(Feeding::new(feed, woken.image, arguments.keep_image))),
+        None => (after_wake(woken.image, document.mode, arguments.keep_image), None),
+    };
     let supervised = Supervised {
         directory,
         operations: state.operations(),
         qemu: woken.qemu,
         ram,
         image,
+        feeding,
         remove_image: !arguments.keep_image,
         woken: Some(document),
         command_line: woken.command_line,

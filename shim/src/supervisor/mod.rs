@@ -35,6 +35,7 @@ use crate::error::{Code, Failure};
 use crate::machine::hibernate::limits::Limits;
 use crate::machine::hibernate::machine::CancelAnswer;
 use crate::machine::hibernate::runner::Cancel;
+use crate::machine::wake::feeding::{Feeding, View};
 use crate::machine::{hibernate, suspend};
 use crate::signals::Signals;
 use crate::vm::process::{QemuProcess, working_directory};
@@ -61,6 +62,8 @@ pub struct Supervised {
     pub ram: Ram,
     /// The image that it was woken from, locked as long as it is in use.
     pub image: Option<Image>,
+    /// What feeds it, where it was woken before its memory was there.
+    pub feeding: Option<Feeding>,
     /// Whether that image is removed at the end.
     pub remove_image: bool,
     /// How it was woken, for status.
@@ -95,6 +98,8 @@ pub struct Handle {
     pub ram: Ram,
     /// How it was woken.
     pub woken: Option<Woken>,
+    /// How its feed stands, if it is or was fed.
+    pub feed: Option<View>,
     /// QEMU's command line as the user gave it.
     pub command_line: Vec<String>,
     /// What the machine was made of at the start.
@@ -122,6 +127,11 @@ pub async fn supervise(mut supervised: Supervised, mut signals: Signals) -> Resu
             });
         }
     };
+    // Whatever becomes of it is told by its view, and logged.
+    let feeding = supervised.feeding.take().map(|feeding| {
+        let folder = supervised.directory.path().to_owned();
+        tokio::spawn(async move { feeding.run(&folder).await })
+    });
     let mut desk = Desk {
         current,
         running: None,
@@ -140,6 +150,10 @@ pub async fn supervise(mut supervised: Supervised, mut signals: Signals) -> Resu
         }
     };
     desk.wait_for_end(&handle).await;
+    if let Some(feeding) = feeding {
+        // It ended with QEMU at the latest; what it does with the image it does to the end.
+        let _ = feeding.await;
+    }
     api.stop().await;
     let remove_image = supervised.remove_image;
     drop(supervised.directory);
@@ -185,6 +199,7 @@ async fn settle(
         client,
         ram: supervised.ram.clone(),
         woken: supervised.woken.clone(),
+        feed: supervised.feeding.as_ref().map(Feeding::view),
         command_line: supervised.command_line.clone(),
         shape,
         requests,
@@ -297,6 +312,9 @@ impl Desk {
     fn begin(&mut self, wish: NewOperation, handle: &Handle) -> Result<Uuid, Failure> {
         if self.running.is_some() {
             return Err(Failure::new(Code::Refused, "another operation is under way"));
+        }
+        if let Some(failure) = handle.feed.as_ref().and_then(View::in_the_way) {
+            return Err(failure);
         }
         let client = handle.client.clone();
         let prepared = Prepared::new(wish.kind());

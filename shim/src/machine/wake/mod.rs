@@ -1,5 +1,7 @@
 //! The wake: an image becomes a running guest, exactly once.
 
+pub mod feeding;
+pub mod lazy;
 pub mod machine;
 pub mod plan;
 pub mod runner;
@@ -25,6 +27,8 @@ pub struct Request {
     pub changes: Vec<String>,
     /// The image's key, if it is encrypted.
     pub key: Option<ImageKey>,
+    /// How RAM is fed that comes while the guest runs.
+    pub feed: lazy::FeedWish,
 }
 
 /// How RAM comes back.
@@ -34,6 +38,9 @@ pub enum Mode {
     /// RAM is mapped privately from the image: at once, whatever its size. Not checked before use; the guest's memory
     /// stays on the image until it ends, and is saved by the stream engine.
     Map,
+    /// The guest runs at once, and RAM comes from the image behind it: what the guest touches first, each chunk checked
+    /// before use. The image is free when all is there, and the next hibernation is direct again. QEMU needs userfaultfd.
+    Lazy,
     /// RAM is filled from the image first, every chunk checked. The image is free afterwards and the next hibernation
     /// is direct again.
     Eager,

@@ -26,6 +26,7 @@
 mod byte_count;
 pub mod exchange;
 pub mod feed;
+mod fingerprint;
 pub mod image;
 mod incoming;
 pub mod memory;
@@ -38,6 +39,7 @@ mod volume;
 
 pub use byte_count::ByteCount;
 pub use feed::{Fed, FeedError, Feeder};
+pub use fingerprint::{Fingerprint, fingerprint};
 pub use image::{
     BlockPlacement, BlockSize, CompleteImage, Compression, Corruption, CreateOptions, Image, ImageError,
     ImageKey, ImageState, ImageWriter, Layout, LayoutError, Manifest, MemoryWritten, Mismatch, RandomReader,

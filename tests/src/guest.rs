@@ -30,19 +30,23 @@ pub trait Guest {
     }
 }
 
-/// What both guests are started with; the serial log is appended to, so that it outlives a QEMU.
-struct Body {
-    build: QemuBuild,
-    ram_mib: u64,
-    disk: PathBuf,
+/// What every guest is started with; the serial log is appended to, so that it outlives a QEMU.
+pub(crate) struct Body {
+    pub(crate) build: QemuBuild,
+    program: PathBuf,
+    more: Vec<OsString>,
+    pub(crate) ram_mib: u64,
+    pub(crate) disk: PathBuf,
     serial_log: PathBuf,
-    monitor_socket: PathBuf,
+    pub(crate) monitor_socket: PathBuf,
 }
 
 impl Body {
-    fn new(lab: &Lab, build: QemuBuild, ram_mib: u64) -> Self {
+    pub(crate) fn new(lab: &Lab, build: QemuBuild, ram_mib: u64) -> Self {
         Self {
             build,
+            program: build.program(),
+            more: Vec::new(),
             ram_mib,
             disk: lab.path("disk.img"),
             serial_log: lab.path("serial.log"),
@@ -50,11 +54,11 @@ impl Body {
         }
     }
 
-    fn command_line(&self, disk_interface: &str, more: &[OsString]) -> Vec<OsString> {
+    pub(crate) fn command_line(&self, disk_interface: &str, more: &[OsString]) -> Vec<OsString> {
         let disk = self.disk.display();
         let serial_log = self.serial_log.display();
         let monitor_socket = self.monitor_socket.display();
-        let mut line = vec![self.build.program().into_os_string()];
+        let mut line = vec![self.program.clone().into_os_string()];
         line.extend(
             [
                 "-accel".into(),
@@ -77,11 +81,12 @@ impl Body {
             .map(OsString::from),
         );
         line.extend_from_slice(more);
+        line.extend_from_slice(&self.more);
         line
     }
 
     /// The complete lines of the serial log so far.
-    fn said(&self) -> Vec<String> {
+    pub(crate) fn said(&self) -> Vec<String> {
         // The file is there once QEMU runs.
         let log = fs::read(&self.serial_log).unwrap_or_default();
         let complete = log
@@ -119,6 +124,16 @@ impl BootSectorGuest {
         let original = existing(laboratory().join("guest/boot_sector.img"));
         fs::copy(original, &body.disk).expect("the guest's disk can be copied");
         Self { body }
+    }
+
+    /// Has it started by another program.
+    pub fn start_by(&mut self, program: &Path) {
+        self.body.program = program.to_owned();
+    }
+
+    /// Has it started with more arguments, after all others.
+    pub fn start_with(&mut self, more: &[&str]) {
+        self.body.more.extend(more.iter().map(OsString::from));
     }
 
     /// The QEMU that runs it.
@@ -171,6 +186,11 @@ impl BootSectorGuest {
     pub fn wait_for_more_ticks(&self) -> u32 {
         self.wait_for_ticks(self.counters().len() + 20);
         self.last_counter()
+    }
+
+    /// Lets the guest's life begin anew with what it says from now on, because it goes back to an earlier point of it.
+    pub fn forget_counters(&self) {
+        fs::write(&self.body.serial_log, "ready\n").expect("the guest's log can be written");
     }
 
     /// The highest counter on the guest's disk.

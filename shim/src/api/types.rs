@@ -10,10 +10,14 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use uuid::Uuid;
 use zeroize::Zeroizing;
 
+use super::snapshot::{NewSnapshot, Snapshot};
 use crate::error::{Code, Disposition, Failure, GuestState};
+use crate::machine::effect::milliseconds;
 use crate::machine::hibernate::machine::CancelAnswer;
 use crate::machine::wake::feeding::{State, View};
+use crate::machine::wake::follow_up::FollowUp;
 use crate::machine::{hibernate, suspend, wake};
+use crate::supervisor::request_queue::{Ask, Priority};
 use crate::vm::engine::{Choice, Wish};
 use crate::vm::ram_home::Pages;
 
@@ -154,12 +158,18 @@ pub struct Woken {
     pub image: PathBuf,
     /// Its id.
     pub image_id: Uuid,
+    /// The operation that made the image.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub operation: Option<Uuid>,
     /// How RAM came back.
     pub mode: wake::Mode,
     /// From QEMU's start to a guest that runs, in milliseconds.
     pub start_to_running_ms: f64,
     /// How long each phase took, in milliseconds.
     pub timings_ms: BTreeMap<String, f64>,
+    /// What was done for the guest once it ran.
+    #[serde(default)]
+    pub follow_up: FollowUp,
 }
 
 /// A wish for an operation.
@@ -195,6 +205,8 @@ pub enum NewOperation {
         #[serde(default, skip_serializing_if = "Option::is_none")]
         stall_timeout_ms: Option<u64>,
     },
+    /// Save the guest into an image, and let it go on.
+    Snapshot(NewSnapshot),
     /// Have the guest save itself onto its own disk, by its agent, and power off; then QEMU ends. There is no image.
     SuspendToDisk {
         /// The guest agent's socket, an absolute path; without it, the one that QEMU has for it.
@@ -205,11 +217,46 @@ pub enum NewOperation {
     },
 }
 
+/// On which terms an operation is asked for. They are no part of what it does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Terms {
+    /// The operation's id, chosen by who asks: the same request again with the same id joins the operation, whether it
+    /// runs or has ended. Without one it gets a new one.
+    pub id: Option<Uuid>,
+    /// How much it matters: it has one that matters less cancelled.
+    pub priority: Priority,
+    /// How long it may wait for another one that is under way, in milliseconds.
+    pub patience_ms: u64,
+}
+
+impl Terms {
+    /// A request on these terms.
+    pub fn of(self, wish: NewOperation) -> Ask {
+        Ask {
+            id: self.id.unwrap_or_else(Uuid::new_v4),
+            priority: self.priority,
+            patience: Duration::from_millis(self.patience_ms),
+            wish,
+        }
+    }
+}
+
 impl NewOperation {
+    /// What it does, in words.
+    pub fn title(&self) -> String {
+        match self {
+            Self::Hibernate { to, .. } => format!("hibernation to {}", to.display()),
+            Self::Snapshot(snapshot) => format!("snapshot to {}", snapshot.to.display()),
+            Self::SuspendToDisk { .. } => "suspend to disk".to_owned(),
+        }
+    }
+
     /// Its kind.
     pub fn kind(&self) -> OperationKind {
         match self {
             Self::Hibernate { .. } => OperationKind::Hibernate,
+            Self::Snapshot(_) => OperationKind::Snapshot,
             Self::SuspendToDisk { .. } => OperationKind::SuspendToDisk,
         }
     }
@@ -234,7 +281,7 @@ impl<'de> Deserialize<'de> for Key {
     }
 }
 
-mod compression {
+pub(super) mod compression {
     use dormouse_storage::Compression;
     use serde::de::Error;
     use serde::{Deserialize, Deserializer, Serializer};
@@ -274,6 +321,8 @@ impl From<hibernate::Storage> for Storage {
 pub enum OperationKind {
     /// The guest goes into an image.
     Hibernate,
+    /// A copy of the guest goes into an image.
+    Snapshot,
     /// The guest saves itself.
     SuspendToDisk,
 }
@@ -303,14 +352,30 @@ pub struct Operation {
     pub error: Option<Problem>,
 }
 
+impl Operation {
+    /// Whether it ended well, and left no guest to do anything with.
+    pub fn ended_the_guest(&self) -> bool {
+        self.result.as_ref().is_some_and(Ending::is_of_the_guest)
+    }
+}
+
 /// What came of an operation that ended well.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(untagged)]
 pub enum Ending {
     /// The guest is in an image.
     Hibernated(Box<Hibernated>),
+    /// A copy of the guest is in an image.
+    Snapshot(Box<Snapshot>),
     /// The guest is on its own disk.
     SuspendedToDisk(SuspendedToDisk),
+}
+
+impl Ending {
+    /// Whether it is the guest's end too.
+    pub fn is_of_the_guest(&self) -> bool {
+        !matches!(self, Self::Snapshot(_))
+    }
 }
 
 /// What came of a suspend to disk.
@@ -377,7 +442,7 @@ pub struct Cancelled {
 }
 
 /// A failure, as RFC 9457 has it, with what a program needs beside.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Problem {
     /// The HTTP status.
     pub status: u16,
@@ -389,6 +454,9 @@ pub struct Problem {
     pub guest: GuestState,
     /// One sentence for a person.
     pub detail: String,
+    /// From a cancel, or a limit that was reached, until the guest was given back, in milliseconds.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub given_back_ms: Option<f64>,
 }
 
 impl From<&Failure> for Problem {
@@ -407,6 +475,7 @@ impl From<&Failure> for Problem {
             disposition: failure.code.disposition(),
             guest: failure.guest,
             detail: failure.message.clone(),
+            given_back_ms: failure.given_back_after.map(milliseconds),
         }
     }
 }
@@ -417,6 +486,9 @@ impl From<Problem> for Failure {
             code: problem.code,
             guest: problem.guest,
             message: problem.detail,
+            given_back_after: problem
+                .given_back_ms
+                .and_then(|ms| Duration::try_from_secs_f64(ms / 1000.0).ok()),
         }
     }
 }
@@ -449,19 +521,52 @@ impl From<suspend::Report> for SuspendedToDisk {
     }
 }
 
+impl Woken {
+    /// What a person is told of it.
+    pub fn describe(&self) -> String {
+        let mode = serde_json::to_value(self.mode).unwrap_or_default();
+        let mode = mode.as_str().unwrap_or_default();
+        let split: Vec<String> = SPLIT
+            .iter()
+            .filter_map(|(phase, told)| Some(format!("{told} {:.0}", self.timings_ms.get(*phase)?)))
+            .collect();
+        format!(
+            "by {mode}, {:.0} ms from QEMU's start to running ({} ms)",
+            self.start_to_running_ms,
+            split.join(", ")
+        ) + if self.follow_up.clock_set {
+            "; its clock was set"
+        } else {
+            ""
+        }
+    }
+}
+
+/// The phases of a wake that a person is told of.
+const SPLIT: [(&str, &str); 6] = [
+    ("Preparing", "memory"),
+    ("Starting", "start"),
+    ("Checking", "check"),
+    ("Loading", "load"),
+    ("Marking", "mark"),
+    ("Resuming", "resume"),
+];
+
 impl From<wake::Report> for Woken {
     fn from(report: wake::Report) -> Self {
         Self {
             image: report.image,
             image_id: report.image_id,
+            operation: None,
             mode: report.mode,
             start_to_running_ms: report.start_to_running_ms,
+            follow_up: report.follow_up,
             timings_ms: by_name(&report.timings_ms),
         }
     }
 }
 
-fn by_name<P: std::fmt::Debug>(timings: &[(P, f64)]) -> BTreeMap<String, f64> {
+pub(super) fn by_name<P: std::fmt::Debug>(timings: &[(P, f64)]) -> BTreeMap<String, f64> {
     timings
         .iter()
         .map(|(phase, elapsed)| (format!("{phase:?}"), *elapsed))

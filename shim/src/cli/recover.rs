@@ -9,10 +9,11 @@ use serde_json::json;
 
 use super::RecoverArguments;
 use super::report::Report;
-use crate::error::{Code, Failure};
+use crate::error::{Code, Failure, GuestState};
 use crate::journal::{self, Found, Record};
 use crate::machine::recover::runner::recover as recover_one;
 use crate::machine::recover::{Outcome, Recovered};
+use crate::supervisor::ending::{How, LastEnding};
 use crate::supervisor::state_dir::StateDir;
 
 /// Whoever only looks at a record holds it for an instant.
@@ -59,8 +60,12 @@ pub async fn sweep(name: &str, state: &StateDir) {
             continue;
         }
         let title = title(record);
+        let record = record.clone();
         match recover_one(*journal).await {
-            Ok(recovered) => tracing::info!(outcome = ?recovered.outcome, "{title}: recovered"),
+            Ok(recovered) => {
+                note_ending(state, &record, recovered.outcome);
+                tracing::info!(outcome = ?recovered.outcome, "{title}: recovered");
+            }
             Err(failure) => tracing::warn!(%failure, "{title}: `dormouse recover` says what is to be done"),
         }
     }
@@ -149,7 +154,8 @@ async fn one(found: Found, state: &StateDir, wanted: &Wanted) -> Result<Option<R
             let recovered = recover_one(*journal)
                 .await
                 .map_err(|failure| failure.while_doing(&title(&record)))?;
-            if recovered.outcome == Outcome::Hibernated || recovered.outcome == Outcome::QemuGone {
+            note_ending(state, &record, recovered.outcome);
+            if recovered.guest == GuestState::Stopped {
                 free_name(state, &record).await;
             }
             Ok(Some(recovered))
@@ -171,6 +177,21 @@ async fn one(found: Found, state: &StateDir, wanted: &Wanted) -> Result<Option<R
     }
 }
 
+/// Its supervisor could not write down where the guest went.
+fn note_ending(state: &StateDir, record: &Record, outcome: Outcome) {
+    if outcome != Outcome::Hibernated || record.monitor != state.monitor_socket(&record.vm_name) {
+        return;
+    }
+    let how = How::Hibernated {
+        operation: record.operation,
+        image: record.target.clone(),
+        image_id: record.image_id,
+    };
+    if let Err(error) = state.note_ending(&LastEnding::now(&record.vm_name, how)) {
+        tracing::warn!(%error, "{}: cannot write down how it ended", title(record));
+    }
+}
+
 /// The folder of a VM whose supervisor was killed goes with its QEMU.
 async fn free_name(state: &StateDir, record: &Record) {
     let folder = state.path().join(&record.vm_name);
@@ -181,20 +202,22 @@ async fn free_name(state: &StateDir, record: &Record) {
 }
 
 fn title(record: &Record) -> String {
-    format!("hibernation {} of {}", record.operation, record.vm_name)
+    format!("{} {} of {}", record.aim, record.operation, record.vm_name)
 }
 
 fn describe(recovered: &Recovered) -> String {
     let (name, image) = (&recovered.name, recovered.image.display());
+    let aim = recovered.aim;
     let what = match recovered.outcome {
+        Outcome::Snapshot => format!("a whole snapshot is in {image}, the guest is not touched"),
         Outcome::Hibernated => format!("hibernated to {image}, QEMU has ended"),
         Outcome::GivenBack => {
             let guest = serde_json::to_value(recovered.guest).unwrap_or_default();
             let guest = guest.as_str().unwrap_or_default().to_owned();
-            format!("not hibernated, the guest is given back ({guest})")
+            format!("no {aim}, the guest is given back ({guest})")
         }
         Outcome::RanOn => "not hibernated, the guest had gone on by itself".to_owned(),
-        Outcome::QemuGone => format!("QEMU has ended, and there is no image of this hibernation at {image}"),
+        Outcome::QemuGone => format!("QEMU has ended, and there is no image of this {aim} at {image}"),
     };
     format!("{name}: {what}")
 }

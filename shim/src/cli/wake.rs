@@ -1,13 +1,16 @@
 //! `dormouse wake`: brings the guest in an image back, and supervises it.
 
 use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::Duration;
 
 use dormouse_storage::Image;
 use rustix::process::{getpid, kill_process};
+use serde_json::json;
 use tokio::sync::{mpsc, watch};
 
 use super::report::Report;
-use super::{WakeArguments, detach, exit_like, recover};
+use super::{WakeArguments, conclude, detach, recover};
 use crate::api::types::{Ram, Woken as WokenDocument};
 use crate::error::{Code, Failure};
 use crate::machine::wake::feeding::Feeding;
@@ -18,6 +21,9 @@ use crate::machine::wake::{Mode, Request};
 use crate::signals::Signals;
 use crate::supervisor::state_dir::{StateDir, checked_name};
 use crate::supervisor::{Supervised, remove_used_up, supervise};
+
+/// How often progress is told while RAM is read.
+const PROGRESS_INTERVAL: Duration = Duration::from_millis(200);
 
 pub async fn wake(arguments: WakeArguments, state: &StateDir, report: &Report) -> Result<ExitCode, Failure> {
     let name = match arguments.name {
@@ -40,6 +46,7 @@ pub async fn wake(arguments: WakeArguments, state: &StateDir, report: &Report) -
         mode: arguments.mode,
         paused: arguments.paused,
         verify: arguments.verify,
+        disks_as_saved: arguments.disks_as_saved,
         changes: arguments.changes,
         key: arguments.key.read()?,
         feed: FeedWish {
@@ -51,9 +58,10 @@ pub async fn wake(arguments: WakeArguments, state: &StateDir, report: &Report) -
         vm_directory: directory.path(),
         monitor_socket: &state.monitor_socket(&name),
         ram_directory: ram_dir,
+        progress: Arc::default(),
         started: &|pid, command_line| directory.record(pid, command_line, None),
     };
-    let woken = match wake_unless_signalled(request, surroundings, &mut signals).await {
+    let woken = match wake_unless_signalled(request, surroundings, &mut signals, report).await {
         Ok(woken) => woken,
         Err(failure) => {
             // What may have become of a guest of uncertain state is for a person to find: all traces stay.
@@ -63,14 +71,17 @@ pub async fn wake(arguments: WakeArguments, state: &StateDir, report: &Report) -
             return Err(failure);
         }
     };
-    let document = WokenDocument::from(woken.report);
-    report.remark(&format!(
-        "{name} is awake: {:.0} ms from QEMU's start to running ({:?})",
-        document.start_to_running_ms, document.mode
-    ));
+    let document = WokenDocument {
+        operation: woken.image.manifest().operation,
+        ..WokenDocument::from(woken.report)
+    };
+    report.milestone(
+        &json!({"result": "woken", "name": name, "woken": document}),
+        &format!("{name} is awake: {}", document.describe()),
+    );
     let ram = match (document.mode, woken.pages) {
         (Mode::Eager | Mode::Lazy, Some(pages)) => Ram::Shared { pages },
-        (Mode::Eager | Mode::Lazy, None) => Ram::AsGiven,
+        (Mode::Eager | Mode::Lazy, None) | (Mode::Stream, _) => Ram::AsGiven,
         (Mode::Map, _) => Ram::MappedFromImage,
     };
     let (image, feeding) = match woken.feed {
@@ -88,7 +99,8 @@ pub async fn wake(arguments: WakeArguments, state: &StateDir, report: &Report) -
         woken: Some(document),
         command_line: woken.command_line,
     };
-    Ok(exit_like(supervise(supervised, signals).await?))
+    let ended = supervise(supervised, signals).await?;
+    Ok(conclude(&ended, &arguments.supervision, report))
 }
 
 /// A mapped image is the guest's memory and stays, locked, as long as the guest. A guest that was filled from its image
@@ -108,14 +120,26 @@ async fn wake_unless_signalled(
     request: Request,
     surroundings: Surroundings<'_>,
     signals: &mut Signals,
+    report: &Report,
 ) -> Result<Woken, Failure> {
+    let memory = Arc::clone(&surroundings.progress);
     let (cancel, cancels) = mpsc::channel(1);
     let told = watch::Sender::new(Phase::Opening);
+    let phase = told.subscribe();
+    let mut look = tokio::time::interval(PROGRESS_INTERVAL);
+    look.tick().await;
+    let progress = report.progress();
     let mut waking = std::pin::pin!(wake_guest(request, surroundings, told, cancels));
     let mut signalled = None;
     let woken = loop {
         tokio::select! {
-            woken = &mut waking => break woken?,
+            woken = &mut waking => break woken,
+            _ = look.tick() => {
+                let (done, total) = (memory.done().0, memory.total().0);
+                if total > 0 {
+                    progress.tell_work(&format!("{:?}", *phase.borrow()), done, total);
+                }
+            }
             signal = signals.next() => {
                 signalled = Some(signal);
                 // One that waits already is enough.
@@ -123,6 +147,8 @@ async fn wake_unless_signalled(
             }
         }
     };
+    progress.finish();
+    let woken = woken?;
     if let Some(signal) = signalled {
         // It came too late for a cancel, so it is for the guest: the supervisor hears it again.
         let _ = kill_process(getpid(), signal);

@@ -1,4 +1,4 @@
-//! The journal: one small file for each hibernation under way, from which it can be ended well when its process is
+//! The journal: one small file for each hibernation and each snapshot under way, from which it can be ended well when its process is
 //! killed.
 //!
 //! ```text
@@ -8,6 +8,9 @@
 //!  hibernation   reserve  stop  devices  RAM ────────┐  seal          quit
 //!  record      Saving                    └► Sealing ─┘       Sealed        (removed)
 //!                └────────── a rollback after Sealing: Returning ─────────►(removed)
+//!
+//!  snapshot      reserve  stop  devices  RAM  guest given back ─────┐  seal
+//!  record      Saving                                   └► Sealing ─┘  (removed)
 //! ```
 //!
 //! What is guaranteed:
@@ -66,11 +69,12 @@ pub enum Found {
 }
 
 impl Journal {
-    /// Begins the journal of an operation in `folder`.
+    /// Begins the journal of an operation in `folder`. Fails with [`io::ErrorKind::AlreadyExists`] if there is a record of
+    /// that id, which belongs to somebody else or waits for its recovery.
     pub fn begin(folder: &Path, record: Record) -> io::Result<Self> {
         let held = loop {
             DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
-            match write_anew(folder, &record) {
+            match write(folder, &record, Place::First) {
                 // Whoever ended the last operation took the folder away.
                 Err(error) if error.kind() == io::ErrorKind::NotFound => {}
                 written => break written?,
@@ -94,7 +98,7 @@ impl Journal {
             point,
             ..self.record.clone()
         };
-        self.held = write_anew(&self.folder, &record)?;
+        self.held = write(&self.folder, &record, Place::Next)?;
         self.record = record;
         Ok(())
     }
@@ -178,9 +182,9 @@ fn read(file: &File, path: &Path) -> Result<Record, String> {
     let value: serde_json::Value =
         serde_json::from_slice(&bytes).map_err(|error| format!("it is torn or damaged: {error}"))?;
     let form = value["form"].as_u64();
-    if form != Some(u64::from(FORM)) {
+    if !form.is_some_and(|form| (1..=u64::from(FORM)).contains(&form)) {
         return Err(match form {
-            Some(form) => format!("it has form {form}, and this version of Dormouse reads {FORM}"),
+            Some(form) => format!("it has form {form}, and this version of Dormouse reads up to {FORM}"),
             None => "it is damaged: it tells no form".to_owned(),
         });
     }
@@ -195,8 +199,17 @@ fn name_of(folder: &Path, operation: Uuid) -> PathBuf {
     folder.join(format!("{operation}.json"))
 }
 
+/// Which record of an operation it is.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Place {
+    /// There must be none.
+    First,
+    /// It replaces the one before.
+    Next,
+}
+
 /// Puts a record in its place, locked.
-fn write_anew(folder: &Path, record: &Record) -> io::Result<File> {
+fn write(folder: &Path, record: &Record, place: Place) -> io::Result<File> {
     let new = folder.join(format!(".{}.new", record.operation));
     let mut file = loop {
         let file = File::options()
@@ -214,7 +227,16 @@ fn write_anew(folder: &Path, record: &Record) -> io::Result<File> {
     };
     file.write_all(&serde_json::to_vec(record)?)?;
     file.sync_all()?;
-    fs::rename(new, name_of(folder, record.operation))?;
+    let name = name_of(folder, record.operation);
+    match place {
+        Place::First => {
+            // A link takes no name that is taken, on any file system.
+            let linked = fs::hard_link(&new, &name);
+            fs::remove_file(&new)?;
+            linked?;
+        }
+        Place::Next => fs::rename(&new, &name)?,
+    }
     File::open(folder)?.sync_all()?;
     Ok(file)
 }
@@ -236,11 +258,13 @@ mod tests {
     use serde_json::json;
 
     use super::*;
+    use crate::machine::hibernate::machine::Aim;
     use crate::vm::process_identity::ProcessIdentity;
 
     fn record() -> Record {
         Record {
             form: FORM,
+            aim: Aim::Hibernate,
             operation: Uuid::from_u128(7),
             vm_name: "web".to_owned(),
             target: "/images/web".into(),
@@ -301,6 +325,34 @@ mod tests {
     }
 
     #[test]
+    fn no_record_takes_the_place_of_another_operations() {
+        let (_guard, folder) = folder();
+        let other = Record {
+            vm_name: "db".to_owned(),
+            ..record()
+        };
+        let journal = Journal::begin(&folder, record()).unwrap();
+        for _ in 0..2 {
+            let error = Journal::begin(&folder, other.clone()).unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::AlreadyExists);
+            assert_eq!(
+                fs::read_dir(&folder).unwrap().count(),
+                1,
+                "nothing is left beside it"
+            );
+        }
+        // Nor that of one that was interrupted.
+        drop(journal);
+        Journal::begin(&folder, other.clone()).unwrap_err();
+        let Some(Found::Interrupted(journal)) = find(&folder).unwrap().pop() else {
+            panic!("it is gone")
+        };
+        assert_eq!(journal.record(), &record());
+        journal.end().unwrap();
+        Journal::begin(&folder, other).unwrap();
+    }
+
+    #[test]
     fn a_record_is_for_its_owner_alone() {
         let (_guard, folder) = folder();
         let _journal = Journal::begin(&folder, record()).unwrap();
@@ -333,16 +385,31 @@ mod tests {
     #[test]
     fn a_record_of_another_form_or_of_another_operation_is_told() {
         let (_guard, folder) = folder();
-        drop(Journal::begin(&folder, Record { form: 2, ..record() }).unwrap());
+        drop(Journal::begin(&folder, Record { form: 3, ..record() }).unwrap());
         let [Found::Unreadable { why, .. }] = &find(&folder).unwrap()[..] else {
             panic!("it was read")
         };
-        assert!(why.contains("form 2"), "{why}");
+        assert!(why.contains("form 3"), "{why}");
         let (_guard, folder) = self::folder();
         drop(Journal::begin(&folder, record()).unwrap());
         let other = name_of(&folder, Uuid::from_u128(9));
         fs::rename(name_of(&folder, record().operation), other).unwrap();
         assert!(matches!(find(&folder).unwrap()[..], [Found::Unreadable { .. }]));
+    }
+
+    #[test]
+    fn a_record_of_the_first_form_is_of_a_hibernation() {
+        let (_guard, folder) = folder();
+        drop(Journal::begin(&folder, record()).unwrap());
+        let name = name_of(&folder, record().operation);
+        let mut first: serde_json::Value = serde_json::from_slice(&fs::read(&name).unwrap()).unwrap();
+        first["form"] = json!(1);
+        first.as_object_mut().unwrap().remove("aim");
+        fs::write(&name, first.to_string()).unwrap();
+        let [Found::Interrupted(journal)] = &find(&folder).unwrap()[..] else {
+            panic!("it was not read")
+        };
+        assert_eq!(journal.record(), &Record { form: 1, ..record() });
     }
 
     #[test]

@@ -4,8 +4,8 @@
 //! runs one operation at a time, serves the VM's API, passes signals on, and ends with QEMU's own status.
 //!
 //! ```text
-//!   API clients ──► routes ──requests──► supervise ──► operation ──► QEMU
-//!                     ▲                     │  ▲            │
+//!   API clients ──► routes ──requests──► supervise ──► desk ──► operation ──► QEMU
+//!                     ▲                     │  ▲      (queue)      │
 //!                     └──────documents──────┘  └── signals, end of QEMU
 //! ```
 //!
@@ -16,7 +16,10 @@
 //!   signal cancels the operation.
 //! - It ends only after QEMU has ended and the operation under way has said how it ended.
 
+mod desk;
+pub mod ending;
 pub mod operation;
+pub mod request_queue;
 pub mod state_dir;
 
 use std::path::PathBuf;
@@ -30,21 +33,23 @@ use tokio::sync::{mpsc, oneshot, watch};
 use uuid::Uuid;
 
 use crate::api::routes;
+use crate::api::snapshot::NewSnapshot;
 use crate::api::types::{NewOperation, Operation, Ram, Woken};
 use crate::error::{Code, Failure};
+use crate::machine::hibernate;
 use crate::machine::hibernate::limits::Limits;
-use crate::machine::hibernate::machine::CancelAnswer;
-use crate::machine::hibernate::runner::Cancel;
+use crate::machine::hibernate::machine::{Aim, CancelAnswer};
 use crate::machine::wake::feeding::{Feeding, View};
-use crate::machine::{hibernate, suspend};
 use crate::signals::Signals;
 use crate::vm::process::{QemuProcess, working_directory};
 use crate::vm::shape::Shape;
-use operation::Prepared;
+use desk::Desk;
+use ending::LastEnding;
+use request_queue::Ask;
 use state_dir::VmDirectory;
 
-/// How long a finished operation's document is kept for a watcher that has not read it, once QEMU is gone.
-const FAREWELL: Duration = Duration::from_secs(2);
+/// How long the last words of a QEMU that has ended may be on their way.
+const LAST_WORDS: Duration = Duration::from_secs(1);
 
 /// Requests from API clients that may wait.
 const REQUEST_QUEUE: usize = 16;
@@ -75,10 +80,34 @@ pub struct Supervised {
 /// What API clients ask a supervisor for.
 #[derive(Debug)]
 pub enum Request {
-    /// Begin an operation.
-    Begin(NewOperation, oneshot::Sender<Result<Uuid, Failure>>),
+    /// Begin an operation, or join it.
+    Begin(Ask, oneshot::Sender<Result<Begun, Failure>>),
     /// Cancel it.
     Cancel(Uuid, oneshot::Sender<Result<CancelAnswer, Failure>>),
+}
+
+/// All operations that are remembered, the last one last.
+pub type Documents = Vec<watch::Receiver<Operation>>;
+
+/// The answer to a request for an operation.
+#[derive(Debug)]
+pub struct Begun {
+    /// The operation, to be followed.
+    pub operation: watch::Receiver<Operation>,
+    /// Whether it was begun before, by the same request.
+    pub joined: bool,
+}
+
+impl Begun {
+    fn new(operation: watch::Receiver<Operation>) -> Self {
+        let joined = false;
+        Self { operation, joined }
+    }
+
+    fn joined(operation: watch::Receiver<Operation>) -> Self {
+        let joined = true;
+        Self { operation, joined }
+    }
 }
 
 /// What API clients hold of a supervisor.
@@ -106,17 +135,40 @@ pub struct Handle {
     pub shape: Option<Shape>,
     /// Where requests go.
     pub requests: mpsc::Sender<Request>,
-    /// The operation that runs or ran last.
-    pub operation: watch::Receiver<Option<watch::Receiver<Operation>>>,
+    /// The operations that are remembered; the last one runs or ran last.
+    pub documents: watch::Receiver<Documents>,
     /// Told the id of an ended operation once somebody has read how it ended.
     pub read: watch::Sender<Option<Uuid>>,
 }
 
-/// Supervises until QEMU has ended; returns its status. `signals` has to be watched since before QEMU's start.
-pub async fn supervise(mut supervised: Supervised, mut signals: Signals) -> Result<ExitStatus, Failure> {
+impl Handle {
+    /// The operation of that id, if it is remembered.
+    pub fn operation(&self, id: Uuid) -> Option<watch::Receiver<Operation>> {
+        desk::find(&self.documents.borrow(), id)
+    }
+
+    /// The operation that runs or ran last.
+    pub fn last_operation(&self) -> Option<Operation> {
+        let last = self.documents.borrow().last().cloned();
+        last.map(|operation| operation.borrow().clone())
+    }
+}
+
+/// How a supervised VM ended.
+#[derive(Debug)]
+pub struct Ended {
+    /// QEMU's status.
+    pub status: ExitStatus,
+    /// What became of the guest.
+    pub ending: LastEnding,
+}
+
+/// Supervises until QEMU has ended. `signals` has to be watched since before QEMU's start.
+pub async fn supervise(mut supervised: Supervised, mut signals: Signals) -> Result<Ended, Failure> {
+    let reason = tokio::spawn(ending::shutdown_reason(supervised.qemu.client().events()));
     let (requests, mut requested) = mpsc::channel(REQUEST_QUEUE);
-    let (current, operation) = watch::channel(None);
-    let (handle, api) = match settle(&supervised, requests, operation).await {
+    let (published, documents) = watch::channel(Documents::new());
+    let (handle, api) = match settle(&supervised, requests, documents).await {
         Ok(settled) => settled,
         Err(failure) => {
             supervised.directory.keep();
@@ -132,28 +184,38 @@ pub async fn supervise(mut supervised: Supervised, mut signals: Signals) -> Resu
         let folder = supervised.directory.path().to_owned();
         tokio::spawn(async move { feeding.run(&folder).await })
     });
-    let mut desk = Desk {
-        current,
-        running: None,
-        waiting: None,
-    };
+    let woken_from = supervised.woken.as_ref().and_then(|woken| woken.operation);
+    let mut desk = Desk::new(published, woken_from);
     let status = loop {
         tokio::select! {
             status = supervised.qemu.wait() => break status?,
-            signal = signals.next() => desk.signalled(signal, &supervised),
+            signal = signals.next() => {
+                if let Some(signal) = desk.signalled(signal) {
+                    pass_on(signal, &supervised);
+                }
+            }
             Some(request) = requested.recv() => desk.answer(request, &handle),
-            () = desk.operation_ended() => {
-                if let Some(signal) = desk.waiting.take() {
+            news = desk.news() => {
+                if let Some(signal) = desk.act(&news, &handle) {
                     pass_on(signal, &supervised);
                 }
             }
         }
     };
-    desk.wait_for_end(&handle).await;
+    desk.wait_for_end().await;
     if let Some(feeding) = feeding {
         // It ended with QEMU at the latest; what it does with the image it does to the end.
         let _ = feeding.await;
     }
+    // What QEMU said last may be on its way still; its monitor is closed now.
+    let reason = tokio::time::timeout(LAST_WORDS, reason).await;
+    let reason = reason.ok().and_then(Result::ok).flatten();
+    let operation = handle.last_operation();
+    let ending = LastEnding::seen(&handle.name, status, reason, operation.as_ref());
+    if let Err(error) = supervised.directory.state().note_ending(&ending) {
+        tracing::warn!(%error, ?ending, "cannot write down how the VM ended");
+    }
+    desk.farewell(&handle).await;
     api.stop().await;
     let remove_image = supervised.remove_image;
     drop(supervised.directory);
@@ -161,7 +223,7 @@ pub async fn supervise(mut supervised: Supervised, mut signals: Signals) -> Resu
     if let Some(image) = supervised.image.filter(|_| remove_image) {
         remove_used_up(&image);
     }
-    Ok(status)
+    Ok(Ended { status, ending })
 }
 
 /// Removes an image whose guest was woken.
@@ -175,7 +237,7 @@ pub fn remove_used_up(image: &Image) {
 async fn settle(
     supervised: &Supervised,
     requests: mpsc::Sender<Request>,
-    operation: watch::Receiver<Option<watch::Receiver<Operation>>>,
+    documents: watch::Receiver<Documents>,
 ) -> Result<(Handle, routes::Server), Failure> {
     let pid = supervised.qemu.pid().unwrap_or_default();
     let client = supervised.qemu.client().clone();
@@ -191,6 +253,10 @@ async fn settle(
     supervised
         .directory
         .record(pid, &supervised.command_line, shape.as_ref())?;
+    supervised
+        .directory
+        .state()
+        .forget_ending(supervised.directory.name());
     let handle = Handle {
         name: supervised.directory.name().to_owned(),
         pid,
@@ -203,7 +269,7 @@ async fn settle(
         command_line: supervised.command_line.clone(),
         shape,
         requests,
-        operation,
+        documents,
         read: watch::Sender::new(None),
     };
     let api = routes::Server::start(&supervised.directory.path().join("api.sock"), handle.clone())
@@ -224,8 +290,34 @@ fn pass_on(signal: Signal, supervised: &Supervised) {
     }
 }
 
-/// What a wish for a hibernation asks for.
-pub fn hibernation(wish: NewOperation, handle: &Handle) -> Result<hibernate::Request, Failure> {
+/// What a wish for a snapshot asks for.
+fn snapshot(wish: NewSnapshot, lock: Duration, handle: &Handle) -> Result<hibernate::Request, Failure> {
+    let aim = Aim::Snapshot {
+        leave_paused: wish.leave_paused,
+    };
+    let as_of_hibernation = NewOperation::Hibernate {
+        to: wish.to,
+        replace: wish.replace,
+        engine: wish.engine,
+        channels: wish.channels,
+        compress: wish.compress,
+        key: wish.key,
+        rate_limit_bytes: wish.rate_limit_bytes,
+        timeout_ms: wish.timeout_ms,
+        stall_timeout_ms: wish.stall_timeout_ms,
+    };
+    Ok(hibernate::Request {
+        aim,
+        ..hibernation(as_of_hibernation, lock, handle)?
+    })
+}
+
+/// What a wish for a hibernation asks for; `lock`: how long it may wait for its target.
+pub fn hibernation(
+    wish: NewOperation,
+    lock: Duration,
+    handle: &Handle,
+) -> Result<hibernate::Request, Failure> {
     let NewOperation::Hibernate {
         to,
         replace,
@@ -248,6 +340,7 @@ pub fn hibernation(wish: NewOperation, handle: &Handle) -> Result<hibernate::Req
     }
     let limits = Limits::default();
     Ok(hibernate::Request {
+        aim: Aim::Hibernate,
         target: absolute(to)?,
         replace,
         engine,
@@ -260,6 +353,7 @@ pub fn hibernation(wish: NewOperation, handle: &Handle) -> Result<hibernate::Req
         limits: Limits {
             total: timeout_ms.map(Duration::from_millis),
             stall: stall_timeout_ms.map_or(limits.stall, Duration::from_millis),
+            lock,
         },
         monitor: handle.monitor.clone(),
         operations: handle.operations.clone(),
@@ -267,144 +361,6 @@ pub fn hibernation(wish: NewOperation, handle: &Handle) -> Result<hibernate::Req
         command_line: Some(handle.command_line.clone()),
         shape: handle.shape.clone(),
     })
-}
-
-/// Where operations are begun and cancelled: one at a time.
-struct Desk {
-    current: watch::Sender<Option<watch::Receiver<Operation>>>,
-    running: Option<Running>,
-    /// A signal for QEMU that waits for the operation's end.
-    waiting: Option<Signal>,
-}
-
-struct Running {
-    task: tokio::task::JoinHandle<()>,
-    cancel: mpsc::Sender<Cancel>,
-}
-
-impl Desk {
-    fn signalled(&mut self, signal: Signal, supervised: &Supervised) {
-        match &self.running {
-            None => pass_on(signal, supervised),
-            Some(_) if self.waiting.is_none() => {
-                tracing::warn!(
-                    ?signal,
-                    "an operation is under way; the signal waits for its end, a second one cancels it"
-                );
-                self.waiting = Some(signal);
-            }
-            Some(running) => {
-                let (tell, _) = oneshot::channel();
-                // A full queue holds cancels already.
-                let _ = running.cancel.try_send(tell);
-            }
-        }
-    }
-
-    fn answer(&mut self, request: Request, handle: &Handle) {
-        match request {
-            // Whoever asked may be gone by now; the operation goes on, as it would after an answer.
-            Request::Begin(wish, answer) => drop(answer.send(self.begin(wish, handle))),
-            Request::Cancel(id, answer) => self.cancel(id, answer),
-        }
-    }
-
-    fn begin(&mut self, wish: NewOperation, handle: &Handle) -> Result<Uuid, Failure> {
-        if self.running.is_some() {
-            return Err(Failure::new(Code::Refused, "another operation is under way"));
-        }
-        if let Some(failure) = handle.feed.as_ref().and_then(View::in_the_way) {
-            return Err(failure);
-        }
-        let client = handle.client.clone();
-        let prepared = Prepared::new(wish.kind());
-        let (documents, cancel) = (prepared.watch(), prepared.cancel());
-        let id = documents.borrow().id;
-        let task = match wish {
-            NewOperation::Hibernate { .. } => {
-                let request = hibernation(wish, handle)?;
-                tokio::spawn(async move {
-                    match prepared.hibernate(client, request).await {
-                        Ok(report) => tracing::info!(image = %report.image.display(), "hibernated"),
-                        Err(failure) => {
-                            tracing::warn!(code = ?failure.code, guest = ?failure.guest, %failure, "not hibernated")
-                        }
-                    }
-                })
-            }
-            NewOperation::SuspendToDisk { agent, limit_ms } => {
-                let request = suspend::Request {
-                    agent: agent.map(absolute).transpose()?,
-                    limit: Duration::from_millis(limit_ms),
-                };
-                tokio::spawn(async move {
-                    match prepared.suspend_to_disk(client, request).await {
-                        Ok(report) => tracing::info!(agent = %report.agent.display(), "suspended to disk"),
-                        Err(failure) => {
-                            tracing::warn!(code = ?failure.code, guest = ?failure.guest, %failure, "not suspended")
-                        }
-                    }
-                })
-            }
-        };
-        self.running = Some(Running { task, cancel });
-        self.current.send_replace(Some(documents));
-        Ok(id)
-    }
-
-    fn cancel(&self, id: Uuid, answer: oneshot::Sender<Result<CancelAnswer, Failure>>) {
-        let is_current = self
-            .current
-            .borrow()
-            .as_ref()
-            .is_some_and(|operation| operation.borrow().id == id);
-        let refusal = match &self.running {
-            Some(running) if is_current => {
-                let cancel = running.cancel.clone();
-                tokio::spawn(async move {
-                    let (tell, told) = oneshot::channel();
-                    let answered = match cancel.send(tell).await {
-                        Ok(()) => told.await.unwrap_or(CancelAnswer::AlreadyEnding),
-                        Err(_) => CancelAnswer::AlreadyEnding,
-                    };
-                    let _ = answer.send(Ok(answered));
-                });
-                return;
-            }
-            _ => Failure::new(Code::Refused, format!("no operation {id} is under way")),
-        };
-        let _ = answer.send(Err(refusal));
-    }
-
-    /// Resolves when the operation under way has ended; never when there is none.
-    async fn operation_ended(&mut self) {
-        match &mut self.running {
-            Some(running) => {
-                if let Err(error) = (&mut running.task).await {
-                    tracing::error!(%error, "an operation ended in panic");
-                }
-                self.running = None;
-            }
-            None => std::future::pending().await,
-        }
-    }
-
-    /// After QEMU's end: lets the operation come to its own, and a watcher read how it ended.
-    async fn wait_for_end(&mut self, handle: &Handle) {
-        if self.running.is_some() {
-            self.operation_ended().await;
-        }
-        let id = self
-            .current
-            .borrow()
-            .as_ref()
-            .map(|operation| operation.borrow().id);
-        if id.is_some() {
-            let mut read = handle.read.subscribe();
-            // A watcher that went away reads nothing; the limit is for that.
-            let _ = tokio::time::timeout(FAREWELL, read.wait_for(|read| *read == id)).await;
-        }
-    }
 }
 
 /// A path in a request is taken as it is: the supervisor's working directory is none of a client's business.

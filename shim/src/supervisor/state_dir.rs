@@ -8,6 +8,7 @@
 //!                ram/              the guest's RAM, where it has a tmpfs of its own
 //! STATE-DIR/NAME.log               what a supervisor in the background says
 //!           .operations/           the records of hibernations under way, see `journal`
+//!           .endings/              how each VM ended last, see `ending`
 //! ```
 
 use std::env;
@@ -43,6 +44,7 @@ pub struct StateDir(PathBuf);
 /// A VM's folder, held by this process and gone with it, unless the process is killed.
 #[derive(Debug)]
 pub struct VmDirectory {
+    state: StateDir,
     path: PathBuf,
     name: String,
     keep: bool,
@@ -194,6 +196,7 @@ impl StateDir {
             let _ = fs::remove_file(path.join(leftover));
         }
         Ok(VmDirectory {
+            state: self.clone(),
             path,
             name: name.to_owned(),
             keep: false,
@@ -221,6 +224,11 @@ impl StateDir {
 }
 
 impl VmDirectory {
+    /// Where it is.
+    pub fn state(&self) -> &StateDir {
+        &self.state
+    }
+
     /// Its path.
     pub fn path(&self) -> &Path {
         &self.path

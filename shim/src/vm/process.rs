@@ -16,11 +16,15 @@ use tokio::time::Instant;
 
 use super::command_line::CommandLine;
 use super::file_identity::FileIdentity;
+use super::last_words::LastWords;
 use crate::error::{Code, Failure, GuestState};
 
 /// How long QEMU may take from its start to a monitor that greets. Slow disks, large preallocated RAM and devices whose
 /// backend is not there yet count; a QEMU that ends is noticed at once.
 const START_TIMEOUT: Duration = Duration::from_secs(120);
+
+/// How long a QEMU whose monitor is closed may take to be gone.
+const END_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// How often the monitor's socket is tried until QEMU listens.
 const POLL: Duration = Duration::from_millis(1);
@@ -29,6 +33,7 @@ const POLL: Duration = Duration::from_millis(1);
 #[derive(Debug)]
 pub struct StartingQemu {
     child: Option<Child>,
+    words: Option<LastWords>,
     program: String,
     socket: PathBuf,
 }
@@ -38,6 +43,7 @@ pub struct StartingQemu {
 #[derive(Debug)]
 pub struct QemuProcess {
     child: Child,
+    words: Option<LastWords>,
     client: Client,
 }
 
@@ -81,24 +87,34 @@ impl StartingQemu {
         let client = match &mut self.child {
             Some(child) => tokio::select! {
                 client = connect(&self.socket) => client,
-                status = child.wait() => Err(ended(&self.program, &match status {
-                    Ok(status) => status.to_string(),
-                    Err(error) => error.to_string(),
-                })),
+                status = child.wait() => {
+                    let how = match status {
+                        Ok(status) => status.to_string(),
+                        Err(error) => error.to_string(),
+                    };
+                    let words = told(&mut self.words).await;
+                    Err(ended(&self.program, &format!("({how}): {words}")))
+                },
             },
             None => Err(ended(&self.program, "before it was waited for")),
         }?;
         match self.child.take() {
-            Some(child) => Ok(QemuProcess { child, client }),
+            Some(child) => Ok(QemuProcess {
+                child,
+                words: self.words.take(),
+                client,
+            }),
             None => Err(ended(&self.program, "while it was waited for")),
         }
     }
 
     fn start(mut command: Command, program: &str, socket: &Path) -> Result<Self, Failure> {
-        let child = command
+        let mut child = command
+            .stderr(Stdio::piped())
             .spawn()
             .map_err(|error| Failure::new(Code::Usage, format!("cannot start {program}: {error}")))?;
         Ok(Self {
+            words: child.stderr.take().map(LastWords::of),
             child: Some(child),
             program: program.to_owned(),
             socket: socket.to_owned(),
@@ -134,6 +150,29 @@ impl QemuProcess {
             .map_err(|error| Failure::new(Code::Internal, format!("cannot wait for QEMU: {error}")))
     }
 
+    /// What is behind a monitor that is gone: a QEMU that has ended is quoted, one that was killed is
+    /// not.
+    pub async fn why_gone(&mut self, failure: Failure) -> Failure {
+        let Ok(Ok(status)) = tokio::time::timeout(END_TIMEOUT, self.child.wait()).await else {
+            return failure;
+        };
+        match status.code() {
+            Some(_) => Failure::new(
+                Code::Refused,
+                format!(
+                    "QEMU did not take the image and ended ({status}): {}",
+                    self.last_words().await
+                ),
+            ),
+            None => Failure::new(Code::Unreachable, format!("QEMU was killed ({status})")),
+        }
+    }
+
+    /// What QEMU said last on its error output. For a QEMU that has ended.
+    pub async fn last_words(&mut self) -> String {
+        told(&mut self.words).await
+    }
+
     /// Kills QEMU.
     pub async fn kill(&mut self) -> Result<(), Failure> {
         self.child
@@ -144,11 +183,14 @@ impl QemuProcess {
 }
 
 fn ended(program: &str, how: &str) -> Failure {
-    Failure::new(
-        Code::Refused,
-        format!("{program} ended at its start ({how}); it says why above"),
-    )
-    .with_guest(GuestState::Stopped)
+    Failure::new(Code::Refused, format!("{program} ended at its start {how}")).with_guest(GuestState::Stopped)
+}
+
+async fn told(words: &mut Option<LastWords>) -> String {
+    match words {
+        Some(words) => words.told().await,
+        None => "what it said was not heard".to_owned(),
+    }
 }
 
 fn command(line: &CommandLine, socket: &Path) -> Result<Command, Failure> {

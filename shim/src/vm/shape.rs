@@ -92,7 +92,8 @@ pub async fn visible_changes(client: &Client, line: &CommandLine) -> Result<Vec<
     Ok(changes)
 }
 
-async fn children(client: &Client, folder: &str) -> Result<BTreeMap<String, String>, Failure> {
+/// The objects in a folder of QEMU's object tree, with their types.
+pub(super) async fn children(client: &Client, folder: &str) -> Result<BTreeMap<String, String>, Failure> {
     let members = client
         .execute(&command::qom_list {
             path: folder.to_owned(),

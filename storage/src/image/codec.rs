@@ -162,7 +162,8 @@ pub(crate) struct Unpacker {
 impl Unpacker {
     pub(super) fn new(chunk_bytes: u32) -> Self {
         Self {
-            stored: AlignedBuf::zeroed(chunk_bytes as usize),
+            // One piece of memory to the device that fills it, instead of 256.
+            stored: AlignedBuf::on_huge_pages(chunk_bytes as usize),
             plain: None,
             unpacked: Form::Raw,
             decompressor: None,

@@ -35,6 +35,7 @@ mod key;
 mod layout;
 pub mod manifest;
 mod pages;
+mod precopy;
 mod random;
 pub(crate) mod reader;
 mod received;

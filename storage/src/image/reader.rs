@@ -21,12 +21,13 @@ use super::layout::{BlockPlacement, Layout};
 use super::manifest::Manifest;
 use super::pages::Pages;
 use super::random::RandomReader;
+use super::sealed::SealedImage;
 use super::state::ImageState;
 use super::superblock::{Area, COPY_BYTES, COPY_OFFSETS, FORMAT_1, FORMAT_VERSION, Superblock, Superblocks};
 use super::workers::for_each_chunk;
 use crate::memory::{MemoryError, PAGE_BYTES};
 use crate::sys::DirectFile;
-use crate::volume::{allocated, leads_to, length_of, open_held, remove, sync_name};
+use crate::volume::{Published, allocated, leads_to, length_of, open_held, remove, sync_name};
 use crate::{ByteCount, MemoryFile, Recording, Run};
 
 /// What an image holds and takes.
@@ -379,6 +380,14 @@ impl Image {
             .map_err(|source| ImageError::io("make durable", &self.path, source))
     }
 
+    /// What its writer would have had left to do with it. It has to be locked, and stays so.
+    pub(super) fn into_sealed(self) -> Result<SealedImage, ImageError> {
+        match Published::found(self.file, self.path.clone()) {
+            Ok(published) => Ok(SealedImage::of(published, &self.table, self.superblock)),
+            Err(source) => Err(ImageError::io("look at", &self.path, source)),
+        }
+    }
+
     /// Whether `path` leads to it too.
     pub(super) fn is_at(&self, path: &Path) -> bool {
         leads_to(path, &self.file)
@@ -594,6 +603,22 @@ pub(crate) fn read_superblocks(file: &File, path: &Path) -> Result<Superblocks, 
     }
     let (first, second) = copies[..length].split_at(length.min(COPY_BYTES));
     Ok(Superblocks::read([first, second]))
+}
+
+/// Whether nothing is lost with an image of this superblock: its guest was woken from it, or it is a snapshot, whose
+/// guest went on. One that cannot be read is none.
+pub(crate) fn is_dispensable(file: &File, path: &Path, superblock: &Superblock) -> bool {
+    let is_snapshot = || {
+        superblock.check().ok()?;
+        let manifest = read_area(file, path, "manifest", superblock.manifest).ok()?;
+        let manifest: Manifest = serde_json::from_slice(&manifest).ok()?;
+        Some(manifest.guest.went_on)
+    };
+    match superblock.state {
+        ImageState::Consumed => true,
+        ImageState::Sealed => is_snapshot().unwrap_or(false),
+        ImageState::Writing | ImageState::Waking => false,
+    }
 }
 
 /// Reads an area whose length was checked against its limit and the file's length.

@@ -2,27 +2,32 @@
 
 mod all;
 mod dry_run;
+pub(super) mod settled;
 mod suspend;
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
-use dormouse_qmp::{Client, ConnectOptions};
+use dormouse_qmp::{Client, ConnectError, ConnectOptions};
 use dormouse_storage::ByteCount;
 use tokio::sync::{mpsc, oneshot, watch};
+use tokio::time::Instant;
+use uuid::Uuid;
 
 use super::report::{Progress, Report};
-use super::{HibernateArguments, HibernateMode};
+use super::{HibernateArguments, HibernateMode, SaveArguments};
 use crate::api::client::Supervisor;
-use crate::api::types::{Ending, Hibernated, Key, NewOperation, Operation, OperationKind};
+use crate::api::types::{Ending, Hibernated, Key, NewOperation, Operation, OperationKind, Terms};
 use crate::error::{Code, Failure};
 use crate::machine::hibernate::limits::Limits;
-use crate::machine::hibernate::machine::CancelAnswer;
+use crate::machine::hibernate::machine::{Aim, CancelAnswer};
 use crate::machine::hibernate::runner::Cancel;
 use crate::machine::hibernate::{ImageWish, Request};
 use crate::signals::Signals;
+use crate::supervisor::ending::{How, LastEnding};
 use crate::supervisor::operation::Prepared;
+use crate::supervisor::request_queue::Priority;
 use crate::supervisor::state_dir::{StateDir, VmRecord};
 
 pub async fn hibernate(
@@ -39,11 +44,7 @@ pub async fn hibernate(
             "--agent goes with --mode suspend-to-disk",
         ));
     }
-    let image = ImageWish {
-        compression: arguments.compress,
-        key: arguments.key.read()?,
-        rate_limit: arguments.rate_limit,
-    };
+    let image = image_wish(&arguments.save)?;
     if let Some(folder) = &arguments.to_dir {
         let folder = absolute(folder)?;
         return all::hibernate_all(&folder, &arguments, &image, state, report).await;
@@ -61,9 +62,15 @@ pub async fn hibernate(
         (Some(name), _) => {
             let wish = wish(to, &arguments, &image);
             let signals = Signals::watch()?.for_several();
-            by_supervisor(state, name, wish, signals, report)
-                .await
-                .and_then(hibernated)
+            by_supervisor(
+                state,
+                name,
+                (wish, terms(&arguments.save, Priority::Normal)),
+                signals,
+                report,
+            )
+            .await
+            .and_then(hibernated)
         }
         (None, Some(socket)) => {
             let progress = report.progress();
@@ -82,26 +89,39 @@ pub async fn hibernate(
 fn hibernated(ending: Ending) -> Result<Hibernated, Failure> {
     match ending {
         Ending::Hibernated(hibernated) => Ok(*hibernated),
-        Ending::SuspendedToDisk(_) => Err(Failure::new(
-            Code::Internal,
-            "the supervisor did something else than it was asked for",
-        )),
+        Ending::Snapshot(_) | Ending::SuspendedToDisk(_) => Err(something_else()),
     }
 }
 
-fn absolute(path: &Path) -> Result<PathBuf, Failure> {
+pub(super) fn something_else() -> Failure {
+    Failure::new(
+        Code::Internal,
+        "the supervisor did something else than it was asked for",
+    )
+}
+
+/// What the image is to be like.
+pub(super) fn image_wish(arguments: &SaveArguments) -> Result<ImageWish, Failure> {
+    Ok(ImageWish {
+        compression: arguments.compress,
+        key: arguments.key.read()?,
+        rate_limit: arguments.rate_limit,
+    })
+}
+
+pub(super) fn absolute(path: &Path) -> Result<PathBuf, Failure> {
     std::path::absolute(path)
         .map_err(|error| Failure::new(Code::Usage, format!("{}: {error}", path.display())))
 }
 
 /// What a supervisor is asked for.
 fn wish(to: PathBuf, arguments: &HibernateArguments, image: &ImageWish) -> NewOperation {
-    let limits = limits(arguments);
+    let limits = limits(&arguments.save);
     NewOperation::Hibernate {
         to,
-        replace: arguments.replace,
-        engine: arguments.engine,
-        channels: arguments.channels,
+        replace: arguments.save.replace,
+        engine: arguments.save.engine,
+        channels: arguments.save.channels,
         compress: image.compression,
         key: image.key.clone().map(Key),
         rate_limit_bytes: image.rate_limit.map(|limit| limit.0),
@@ -110,46 +130,71 @@ fn wish(to: PathBuf, arguments: &HibernateArguments, image: &ImageWish) -> NewOp
     }
 }
 
-fn limits(arguments: &HibernateArguments) -> Limits {
+pub(super) fn limits(arguments: &SaveArguments) -> Limits {
     Limits {
         total: arguments.timeout,
         stall: arguments.stall_timeout.unwrap_or(Limits::default().stall),
+        lock: arguments.terms.lock_timeout.unwrap_or_default(),
     }
 }
 
-fn as_ms(time: Duration) -> u64 {
+pub(super) fn as_ms(time: Duration) -> u64 {
     u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }
 
+/// On which terms it is asked for. Each operation gets its id here, so that it can be cancelled while it waits.
+pub(super) fn terms(arguments: &SaveArguments, usual: Priority) -> Terms {
+    let given = &arguments.terms;
+    Terms {
+        id: Some(operation_id(arguments)),
+        priority: given.priority.unwrap_or(usual),
+        patience_ms: given.lock_timeout.map(as_ms).unwrap_or_default(),
+    }
+}
+
+pub(super) fn operation_id(arguments: &SaveArguments) -> Uuid {
+    arguments.terms.operation_id.unwrap_or_else(Uuid::new_v4)
+}
+
 /// The supervisor works; we watch, and pass on a Ctrl-C, which is a change in `signals`.
-async fn by_supervisor(
+pub(super) async fn by_supervisor(
     state: &StateDir,
     name: &str,
-    wish: NewOperation,
+    wish: (NewOperation, Terms),
     signals: watch::Receiver<()>,
     report: &Report,
 ) -> Result<Ending, Failure> {
     let supervisor = Supervisor::of(state, name);
     let progress = report.progress();
-    let outcome = follow(&supervisor, wish, signals, &progress, report).await;
+    let outcome = follow(&supervisor, &wish, signals, &progress, report).await;
     progress.finish();
-    outcome.map_err(|failure| with_hint(failure, state, name))
+    match outcome {
+        // There is nobody to ask any more, or nobody yet.
+        Err(failure) if failure.code == Code::Unreachable => {
+            let id = wish.1.id.unwrap_or_default();
+            settled::settled(state, Some(name), &wish.0, id)
+                .unwrap_or_else(|| Err(with_hint(failure, state, name)))
+        }
+        outcome => outcome,
+    }
 }
 
 async fn follow(
     supervisor: &Supervisor,
-    wish: NewOperation,
+    (wish, terms): &(NewOperation, Terms),
     mut signals: watch::Receiver<()>,
     progress: &Progress,
     report: &Report,
 ) -> Result<Ending, Failure> {
-    let mut operation = supervisor.begin(&wish).await?;
+    let mut operation = begin(supervisor, wish, terms, &mut signals).await?;
     let id = operation.id;
     loop {
         match (&operation.result, &operation.error) {
             (Some(ending), _) => {
                 // The VM's name is free when this returns: whoever starts it next need not wait.
-                supervisor.wait_for_end().await;
+                if operation.kind != OperationKind::Snapshot {
+                    supervisor.wait_for_end().await;
+                }
                 return Ok(ending.clone());
             }
             (None, Some(problem)) => return Err(problem.clone().into()),
@@ -158,13 +203,13 @@ async fn follow(
         progress.tell(&operation);
         operation = tokio::select! {
             news = supervisor.news(id, operation.version) => news.map_err(|failure| {
-                failure.while_doing("the hibernation may have ended well, look at the image or the guest's disk")
+                failure.while_doing("it may have ended well, look at the image or the guest's disk")
             })?,
             Ok(()) = signals.changed() => {
                 // An operation that has just ended takes no cancel, and its document tells how it ended.
                 if let Ok(CancelAnswer::TooLate) = supervisor.cancel(id).await {
                     report.remark(match operation.kind {
-                        OperationKind::Hibernate => "too late to cancel: the image is being sealed",
+                        OperationKind::Hibernate | OperationKind::Snapshot => "too late to cancel: the image is being sealed",
                         OperationKind::SuspendToDisk => {
                             "too late to cancel: the guest was told to suspend itself to its disk"
                         }
@@ -173,6 +218,34 @@ async fn follow(
                 continue;
             }
         };
+    }
+}
+
+/// A request may wait for another operation; meanwhile a Ctrl-C takes it back.
+async fn begin(
+    supervisor: &Supervisor,
+    wish: &NewOperation,
+    terms: &Terms,
+    signals: &mut watch::Receiver<()>,
+) -> Result<Operation, Failure> {
+    let mut begun = std::pin::pin!(supervisor.begin(wish, terms));
+    let mut is_wanted = true;
+    loop {
+        tokio::select! {
+            begun = &mut begun => {
+                if let (Ok(operation), false) = (&begun, is_wanted) {
+                    // The cancel came before the request. What comes of it shows in the operation's document.
+                    let _ = supervisor.cancel(operation.id).await;
+                }
+                return begun;
+            }
+            Ok(()) = signals.changed() => {
+                is_wanted = false;
+                if let Some(id) = terms.id {
+                    let _ = supervisor.cancel(id).await;
+                }
+            }
+        }
     }
 }
 
@@ -186,7 +259,7 @@ fn with_hint(failure: Failure, state: &StateDir, name: &str) -> Failure {
     match (failure.code, qemu) {
         (Code::Unreachable, Some(pid)) => {
             let way = if state.is_interrupted(pid) {
-                format!("a hibernation of it was interrupted: `dormouse recover {name}` ends that first")
+                format!("an operation of it was interrupted: `dormouse recover {name}` ends that first")
             } else {
                 format!("reach it with --qmp {}", socket.display())
             };
@@ -208,28 +281,54 @@ async fn by_ourselves(
     (state, progress): (&StateDir, &Progress),
 ) -> Result<Hibernated, Failure> {
     let signals = Signals::watch()?;
-    let (client, request) = attach(socket, target, arguments, image, state).await?;
-    let prepared = Prepared::new(OperationKind::Hibernate);
+    let id = operation_id(&arguments.save);
+    if let Some(settled) = settled::settled(state, None, &wish(target.clone(), arguments, &image), id) {
+        return hibernated(settled?);
+    }
+    let (client, request) = attach(socket, target, &arguments.save, image, state).await?;
+    let name = (request.monitor == state.monitor_socket(&request.vm_name)).then(|| request.vm_name.clone());
+    let prepared = Prepared::new(id, OperationKind::Hibernate);
     let (documents, cancel) = (prepared.watch(), prepared.cancel());
     let work = prepared.hibernate(client, request);
     let outcome = attend(work, documents, &cancel, signals, progress).await;
-    outcome.map(Hibernated::from)
+    let hibernated = outcome.map(Hibernated::from)?;
+    if let Some(name) = name {
+        note_ending(state, &name, id, &hibernated);
+    }
+    Ok(hibernated)
+}
+
+/// A guest whose supervisor was killed had nobody else to write down how it ended.
+fn note_ending(state: &StateDir, name: &str, operation: Uuid, hibernated: &Hibernated) {
+    let how = How::Hibernated {
+        operation,
+        image: hibernated.image.clone(),
+        image_id: hibernated.image_id,
+    };
+    let ending = LastEnding {
+        result: Some(Ending::Hibernated(Box::new(hibernated.clone()))),
+        ..LastEnding::now(name, how)
+    };
+    if let Err(error) = state.note_ending(&ending) {
+        tracing::warn!(%error, name, "cannot write down how the VM ended");
+    }
 }
 
 /// Connects to a monitor that is free; what is asked for of the guest behind it.
-async fn attach(
+pub(super) async fn attach(
     socket: &Path,
     target: PathBuf,
-    arguments: &HibernateArguments,
+    arguments: &SaveArguments,
     image: ImageWish,
     state: &StateDir,
 ) -> Result<(Client, Request), Failure> {
     let monitor = absolute(socket)?;
     state.make()?;
-    let client = Client::connect(socket, ConnectOptions::default()).await?;
+    let client = connect_in_time(socket, arguments.terms.lock_timeout.unwrap_or_default()).await?;
     let (vm_name, record) = known_of(socket, client.peer_pid());
     let (command_line, shape) = record.map(|record| (record.command_line, record.shape)).unzip();
     let request = Request {
+        aim: Aim::Hibernate,
         target,
         replace: arguments.replace,
         engine: arguments.engine,
@@ -245,8 +344,25 @@ async fn attach(
     Ok((client, request))
 }
 
+/// A monitor serves one client at a time; another one that has it is waited for as long as was said.
+async fn connect_in_time(socket: &Path, patience: Duration) -> Result<Client, Failure> {
+    let begun = Instant::now();
+    loop {
+        match Client::connect(socket, ConnectOptions::default()).await {
+            Err(ConnectError::MonitorBusy { .. }) if begun.elapsed() < patience => {}
+            Err(error @ ConnectError::MonitorBusy { .. }) if patience > Duration::ZERO => {
+                let waited = format!("waited {}", humantime::format_duration(patience));
+                let failure = Failure::from(error).while_doing(&waited);
+                let code = Code::TimedOut;
+                return Err(Failure { code, ..failure });
+            }
+            connected => return Ok(connected?),
+        }
+    }
+}
+
 /// Tells where the work is, and passes a Ctrl-C to it.
-async fn attend<T>(
+pub(super) async fn attend<T>(
     work: impl Future<Output = T>,
     mut documents: watch::Receiver<Operation>,
     cancel: &mpsc::Sender<Cancel>,

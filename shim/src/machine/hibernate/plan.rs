@@ -6,16 +6,17 @@ use std::path::{Path, PathBuf};
 
 use dormouse_qmp::view::machine::RunState;
 use dormouse_qmp::{Client, CommandError, command};
-use dormouse_storage::image::manifest::{Disk, Qemu};
+use dormouse_storage::image::manifest::{Disk, Hardware, Qemu};
 use dormouse_storage::{ByteCount, Layout, Recording};
 use serde_json::Value;
 
+use super::machine::Aim;
 use super::{Request, stream};
 use crate::error::{Code, Failure, GuestState, sentence};
 use crate::vm::command_line::CommandLine;
 use crate::vm::engine::{self, Choice, Facts, Wish};
 use crate::vm::memory::{DEVICE_STATE_BOUND, Memory};
-use crate::vm::{binary, blockers, disks, monitor, process};
+use crate::vm::{binary, blockers, disks, hardware, monitor, process};
 
 /// A hibernation that can be tried.
 #[derive(Debug)]
@@ -40,6 +41,8 @@ pub struct Plan {
     pub command_line: Vec<String>,
     /// The CPU, as given.
     pub cpu: Option<String>,
+    /// What the machine is made of.
+    pub hardware: Hardware,
     /// What the QEMU that runs is and can do.
     pub qemu: Qemu,
 }
@@ -84,7 +87,10 @@ async fn examine(client: &Client, request: &Request, running: bool) -> Result<Pl
     if !blockers.is_empty() {
         return Err(Failure::new(
             Code::Refused,
-            format!("cannot hibernate: {}", blockers.join("; ")),
+            match request.aim {
+                Aim::Hibernate => format!("cannot hibernate: {}", blockers.join("; ")),
+                Aim::Snapshot { .. } => format!("cannot take a snapshot: {}", blockers.join("; ")),
+            },
         ));
     }
 
@@ -142,6 +148,7 @@ async fn examine(client: &Client, request: &Request, running: bool) -> Result<Pl
         machine: machine.strip_suffix("-machine").unwrap_or(&machine).to_owned(),
         main_ram: main_ram.and_then(|path| path.strip_prefix("/objects/").map(str::to_owned)),
         cpu: line.cpu().map(str::to_owned),
+        hardware: hardware::of(client).await?,
         qemu: binary::describe(client, line.program()).await?,
         command_line,
     })
@@ -174,7 +181,7 @@ impl Plan {
 
     /// The disks now, for the manifest.
     pub async fn disks(&self, client: &Client) -> Result<Vec<Disk>, Failure> {
-        disks::present(client, &self.directory).await
+        disks::with_fingerprints(disks::present(client, &self.directory).await?).await
     }
 }
 

@@ -3,34 +3,27 @@
 use std::path::Path;
 use std::pin::pin;
 use std::sync::Arc;
-use std::time::Duration;
 
-use dormouse_qmp::command;
 use dormouse_qmp::view::machine::RunState;
-use dormouse_qmp::view::migration::MigrationStatus;
-use dormouse_storage::migration::try_write_precopy;
 use dormouse_storage::{Image, ImageState, MemoryFile, Progress, Run, WORKER_THREADS};
 use tokio::sync::{mpsc, watch};
 use tokio::time::Instant;
 
 use super::feeding::FeedRecord;
+use super::follow_up::{FollowUp, follow_up};
+use super::guard;
 use super::lazy::{self, Feed};
+use super::load::load;
 use super::machine::{Effect, Input, Machine, Phase};
 use super::plan::{Plan, check_state, plan};
-use super::{Mode, Report, Request};
+use super::{Mode, Report, Request, resume};
 use crate::error::{Code, Failure, sentence};
 use crate::machine::effect::{blocking, milliseconds, out_of_order};
 use crate::machine::interrupt::Interrupt;
 use crate::vm::disks;
-use crate::vm::monitor::{self, wait_for_load_end, wait_for_run_state};
+use crate::vm::monitor::{self, wait_for_run_state};
 use crate::vm::process::{QemuProcess, StartingQemu};
 use crate::vm::ram_home::{Pages, RamHome};
-
-/// The name under which QEMU gets its end of the socket for the device state.
-const STREAM_FD: &str = "dormouse-wake-stream";
-
-/// How long QEMU may take to load the device state once it has all of it.
-const LOAD_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Where the guest's QEMU gets its sockets and its RAM.
 pub struct Surroundings<'a> {
@@ -40,6 +33,8 @@ pub struct Surroundings<'a> {
     pub monitor_socket: &'a Path,
     /// A tmpfs for RAM, where the user named one.
     pub ram_directory: Option<&'a Path>,
+    /// Told how much of RAM is where it belongs, while RAM is read from the image.
+    pub progress: Arc<Progress>,
     /// Told of QEMU's process as soon as there is one, and how the guest is started from now on.
     pub started: &'a Started<'a>,
 }
@@ -102,7 +97,10 @@ pub async fn wake(
     told.send_replace(machine.phase());
     match machine.failure() {
         Some(failure) => Err(failure.clone()),
-        None => work.into_woken(),
+        None => {
+            work.follow_up().await;
+            work.into_woken()
+        }
     }
 }
 
@@ -119,6 +117,7 @@ struct Work<'a> {
     feed: Option<Feed>,
     qemu_started: Option<Instant>,
     start_to_running_ms: f64,
+    follow_up: FollowUp,
     timings_ms: Vec<(Phase, f64)>,
 }
 
@@ -136,11 +135,24 @@ impl<'a> Work<'a> {
             feed: None,
             qemu_started: None,
             start_to_running_ms: 0.0,
+            follow_up: FollowUp::default(),
             timings_ms: Vec::new(),
         }
     }
 
     async fn perform(&mut self, effect: Effect) -> Result<(), Failure> {
+        let outcome = self.act(effect).await;
+        // Only as long as its guest has surely not run does the way in which QEMU ended explain everything.
+        let explains = matches!(effect, Effect::Check | Effect::Load | Effect::Mark);
+        match (outcome, &mut self.qemu) {
+            (Err(failure), Some(qemu)) if explains && failure.code == Code::Unreachable => {
+                Err(qemu.why_gone(failure).await)
+            }
+            (outcome, _) => outcome,
+        }
+    }
+
+    async fn act(&mut self, effect: Effect) -> Result<(), Failure> {
         let interrupt = self.interrupt.clone();
         match effect {
             Effect::Open => self.open().await,
@@ -148,10 +160,10 @@ impl<'a> Work<'a> {
             Effect::Start => interrupt.or(self.start()).await,
             Effect::Check => interrupt.or(self.check()).await,
             Effect::Load if self.is_lazy() => interrupt.or(self.load_lazily()).await,
-            Effect::Load => interrupt.or(self.load()).await,
+            Effect::Load => self.load().await,
             Effect::Mark => {
                 self.record_feed()?;
-                self.mark(ImageState::Waking).await
+                self.mark_waking().await
             }
             Effect::Resume => self.resume().await,
             // The guest needs it as long as it is fed from it.
@@ -204,9 +216,12 @@ impl<'a> Work<'a> {
             }
             self.ram = Some(ram);
         }
-        let progress = Arc::new(Progress::new(plan.placed_total()));
-        // An eager fill checks every chunk of RAM on its way; the rest is small and checked when it is loaded.
-        let verify = self.request.verify && mode != Mode::Eager;
+        let progress = Arc::clone(&self.surroundings.progress);
+        // Whatever is read on its way to QEMU is checked there.
+        let verify = self.request.verify && mode == Mode::Map;
+        if verify || mode == Mode::Eager {
+            progress.expect(plan.placed_total());
+        }
         let interrupt = self.interrupt.clone();
         let image = blocking(move || {
             let run = Run {
@@ -250,54 +265,39 @@ impl<'a> Work<'a> {
 
     async fn check(&mut self) -> Result<(), Failure> {
         let (plan, image) = self.planned()?;
-        let present = disks::present(self.qemu()?.client(), &plan.directory).await?;
+        let client = self.qemu()?.client();
+        guard::check_machine(image.manifest(), client).await?;
+        let present = disks::present(client, &plan.directory).await?;
         disks::check_same(&image.manifest().disks, &present)
     }
 
     async fn load(&mut self) -> Result<(), Failure> {
         let (plan, image) = self.planned()?;
+        let except = plan.placed.iter().map(|(name, _)| name.clone()).collect();
+        let progress = match plan.mode {
+            Mode::Stream => {
+                self.surroundings.progress.expect(image.layout().ram());
+                Arc::clone(&self.surroundings.progress)
+            }
+            Mode::Map | Mode::Lazy | Mode::Eager => Arc::default(),
+        };
         let client = self.qemu()?.client().clone();
-        let bytes = stream_of(image, plan)?;
-        let mut stream = monitor::pass_stream(&client, STREAM_FD).await?;
-        let uri = Some(format!("fd:{STREAM_FD}"));
-        client
-            .execute(&command::migrate_incoming {
-                uri,
-                channels: None,
-                exit_on_error: None,
+        let image = self.image.take().ok_or_else(out_of_order)?;
+        let (image, loaded) = load(&client, image, except, progress, &self.interrupt).await?;
+        self.image = Some(image);
+        loaded?;
+        self.interrupt
+            .or(async {
+                wait_for_run_state(&client, "paused", |state| *state == RunState::Paused).await?;
+                Ok(())
             })
-            .await?;
-        let sent = tokio::io::AsyncWriteExt::write_all(&mut stream, &bytes).await;
-        let migration = wait_for_load_end(&client, LOAD_TIMEOUT)
             .await
-            .map_err(|failure| {
-                // A QEMU that cannot load says why on its error output and ends.
-                if failure.code == Code::Unreachable {
-                    Failure::new(
-                        Code::Refused,
-                        "QEMU did not accept the image's device state and ended; it says why above",
-                    )
-                } else {
-                    failure
-                }
-            })?;
-        if migration.status != Some(MigrationStatus::Completed) {
-            let why = migration
-                .error_desc
-                .or(sent.err().map(|error| error.to_string()))
-                .unwrap_or_default();
-            return Err(Failure::new(
-                Code::Refused,
-                format!("QEMU did not accept the image's device state: {why}"),
-            ));
-        }
-        wait_for_run_state(&client, "paused", |state| *state == RunState::Paused).await?;
-        Ok(())
     }
 
     async fn load_lazily(&mut self) -> Result<(), Failure> {
         let (plan, image) = self.planned()?;
-        let feeder = lazy::feeder(image, &plan.placed_names(), self.request.feed)?;
+        let late: Vec<&str> = plan.placed.iter().map(|(name, _)| name.as_str()).collect();
+        let feeder = lazy::feeder(image, &late, self.request.feed)?;
         let client = self.qemu()?.client().clone();
         self.feed = Some(lazy::load(&client, feeder).await?);
         Ok(())
@@ -334,18 +334,17 @@ impl<'a> Work<'a> {
         Ok(outcome?)
     }
 
+    async fn mark_waking(&mut self) -> Result<(), Failure> {
+        self.mark(ImageState::Waking).await?;
+        // That may have taken long. A QEMU that is gone before it was told to run has surely not run its guest, and the
+        // mark is taken back; once it was told, nobody can say.
+        monitor::run_state(self.qemu()?.client()).await?;
+        Ok(())
+    }
+
     async fn resume(&mut self) -> Result<(), Failure> {
-        let runs = self.plan.as_ref().is_some_and(|plan| plan.was_running) && !self.request.paused;
-        let client = self.qemu()?.client().clone();
-        if runs {
-            client.execute(&command::cont {}).await?;
-            // From here on the guest may have run: whatever goes wrong now must not look like a refusal.
-            wait_for_run_state(&client, "running", |state| *state == RunState::Running)
-                .await
-                .map_err(|failure| Failure {
-                    code: Code::Operator,
-                    ..failure
-                })?;
+        if self.shall_run() {
+            resume::run(self.qemu()?.client()).await?;
         }
         if let Some(feed) = &self.feed {
             feed.told.release();
@@ -355,6 +354,17 @@ impl<'a> Work<'a> {
             .map(|at| milliseconds(at.elapsed()))
             .unwrap_or_default();
         Ok(())
+    }
+
+    fn shall_run(&self) -> bool {
+        self.plan.as_ref().is_some_and(|plan| plan.was_running) && !self.request.paused
+    }
+
+    async fn follow_up(&mut self) {
+        if let Some(qemu) = &self.qemu {
+            let pid = qemu.pid().unwrap_or_default();
+            self.follow_up = follow_up(qemu.client(), pid, self.shall_run()).await;
+        }
     }
 
     async fn abandon(&mut self, unmark: bool) -> Result<(), Failure> {
@@ -409,6 +419,7 @@ impl<'a> Work<'a> {
                 mode: plan.mode,
                 timings_ms: self.timings_ms,
                 start_to_running_ms: self.start_to_running_ms,
+                follow_up: self.follow_up,
             },
             qemu,
             pages: self.pages,
@@ -417,13 +428,4 @@ impl<'a> Work<'a> {
             command_line,
         })
     }
-}
-
-/// The stream that QEMU loads: the devices, and the pages of the small blocks.
-fn stream_of(image: &Image, plan: &Plan) -> Result<Vec<u8>, Failure> {
-    let devices = image.device_state()?;
-    let mut stream = Vec::new();
-    try_write_precopy(&devices, image.pages(&plan.placed_names())?, &mut stream)
-        .map_err(|error| Failure::new(Code::ImageInvalid, sentence(&error)))?;
-    Ok(stream)
 }

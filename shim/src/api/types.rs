@@ -14,6 +14,7 @@ use super::snapshot::{NewSnapshot, Snapshot};
 use crate::error::{Code, Disposition, Failure, GuestState};
 use crate::machine::effect::milliseconds;
 use crate::machine::hibernate::machine::CancelAnswer;
+use crate::machine::wake::feeding::{State, View};
 use crate::machine::wake::follow_up::FollowUp;
 use crate::machine::{hibernate, suspend, wake};
 use crate::supervisor::request_queue::{Ask, Priority};
@@ -39,6 +40,100 @@ pub struct Vm {
     pub operation: Option<Operation>,
     /// How it was woken, if it was.
     pub woken: Option<Woken>,
+    /// How far its memory is, if it was woken before that was there.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub feed: Option<MemoryFeed>,
+}
+
+/// Memory that comes to a guest while it runs.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct MemoryFeed {
+    /// How it stands.
+    pub state: FeedState,
+    /// All of the guest's memory, in bytes.
+    pub total_bytes: u64,
+    /// What it has of it, in bytes.
+    pub fed_bytes: u64,
+    /// How much came in a second, so far or in all.
+    pub bytes_per_second: u64,
+    /// How long the rest will take at that pace, in milliseconds.
+    pub remaining_ms: Option<u64>,
+    /// How often the guest waited for a page and got it.
+    pub answers: u64,
+    /// Half of the answers took no longer, in microseconds.
+    pub answer_p50_us: Option<u64>,
+    /// 99 of 100 answers took no longer, in microseconds.
+    pub answer_p99_us: Option<u64>,
+    /// Memory that cannot be had: the guest stands where it needs it.
+    pub damaged: Vec<DamagedMemory>,
+    /// Why not all of it came, where that is so.
+    pub error: Option<Problem>,
+}
+
+/// How a feed stands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum FeedState {
+    /// Memory is coming.
+    Feeding,
+    /// All is there.
+    Complete,
+    /// Not all will be.
+    Failed,
+}
+
+/// Memory that the image does not give.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DamagedMemory {
+    /// Its RAM block.
+    pub block: String,
+    /// Where in it, in bytes.
+    pub offset: u64,
+    /// How much, in bytes.
+    pub length: u64,
+    /// Why.
+    pub why: String,
+}
+
+impl From<&View> for MemoryFeed {
+    fn from(view: &View) -> Self {
+        let (state, numbers, damage) = view.state();
+        let took = match &state {
+            State::Complete(fed) => fed.took,
+            _ => view.began().elapsed(),
+        };
+        let bytes_per_second = (numbers.fed.0 as f64 / took.as_secs_f64().max(1e-3)) as u64;
+        let left = numbers.total.0 - numbers.fed.0.min(numbers.total.0);
+        let micros = |time: Option<Duration>| Some(time?.as_micros().try_into().unwrap_or(u64::MAX));
+        Self {
+            total_bytes: numbers.total.0,
+            fed_bytes: numbers.fed.0,
+            bytes_per_second,
+            remaining_ms: (state == State::Feeding && bytes_per_second > 0)
+                .then(|| (left as f64 / bytes_per_second as f64 * 1000.0) as u64),
+            answers: numbers.answers,
+            answer_p50_us: micros(numbers.half_within),
+            answer_p99_us: micros(numbers.nearly_all_within),
+            damaged: damage
+                .into_iter()
+                .map(|damage| DamagedMemory {
+                    block: damage.block,
+                    offset: damage.offset,
+                    length: damage.length.0,
+                    why: damage.why,
+                })
+                .collect(),
+            error: match &state {
+                State::Failed(failure) => Some(Problem::from(failure)),
+                _ => None,
+            },
+            state: match state {
+                State::Feeding => FeedState::Feeding,
+                State::Complete(_) => FeedState::Complete,
+                State::Failed(_) => FeedState::Failed,
+            },
+        }
+    }
 }
 
 /// Where a guest's RAM is.

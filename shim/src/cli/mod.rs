@@ -209,9 +209,12 @@ struct WakeArguments {
     /// Name of the VM [default: the one that it was saved with]
     #[arg(long)]
     name: Option<String>,
-    /// How RAM comes back [default: map where QEMU can, else eager]
+    /// How RAM comes back [default: map where it can be, else lazy where the host allows, else eager]
     #[arg(long)]
     mode: Option<Mode>,
+    /// With lazy: read at most so much in a second (bytes, or with a suffix: 200M, 1.5G) of what the guest does not wait for
+    #[arg(long, value_name = "BYTES", value_parser = byte_count)]
+    rate_limit: Option<ByteCount>,
     /// Leave the guest paused
     #[arg(long)]
     paused: bool,

@@ -13,6 +13,8 @@ use super::report::Report;
 use super::{WakeArguments, conclude, detach, recover};
 use crate::api::types::{Ram, Woken as WokenDocument};
 use crate::error::{Code, Failure};
+use crate::machine::wake::feeding::Feeding;
+use crate::machine::wake::lazy::FeedWish;
 use crate::machine::wake::machine::Phase;
 use crate::machine::wake::runner::{Surroundings, Woken, wake as wake_guest};
 use crate::machine::wake::{Mode, Request};
@@ -47,6 +49,10 @@ pub async fn wake(arguments: WakeArguments, state: &StateDir, report: &Report) -
         disks_as_saved: arguments.disks_as_saved,
         changes: arguments.changes,
         key: arguments.key.read()?,
+        feed: FeedWish {
+            rate_limit: arguments.rate_limit,
+            keep_image: arguments.keep_image,
+        },
     };
     let surroundings = Surroundings {
         vm_directory: directory.path(),
@@ -74,17 +80,21 @@ pub async fn wake(arguments: WakeArguments, state: &StateDir, report: &Report) -
         &format!("{name} is awake: {}", document.describe()),
     );
     let ram = match (document.mode, woken.pages) {
-        (Mode::Eager, Some(pages)) => Ram::Shared { pages },
-        (Mode::Eager, None) | (Mode::Stream, _) => Ram::AsGiven,
+        (Mode::Eager | Mode::Lazy, Some(pages)) => Ram::Shared { pages },
+        (Mode::Eager | Mode::Lazy, None) | (Mode::Stream, _) => Ram::AsGiven,
         (Mode::Map, _) => Ram::MappedFromImage,
     };
-    let image = after_wake(woken.image, document.mode, arguments.keep_image);
+    let (image, feeding) = match woken.feed {
+        Some(feed) => (None, Some(Feeding::new(feed, woken.image, arguments.keep_image))),
+        None => (after_wake(woken.image, document.mode, arguments.keep_image), None),
+    };
     let supervised = Supervised {
         directory,
         operations: state.operations(),
         qemu: woken.qemu,
         ram,
         image,
+        feeding,
         remove_image: !arguments.keep_image,
         woken: Some(document),
         command_line: woken.command_line,

@@ -15,6 +15,7 @@ use crate::error::{Code, Failure};
 use crate::machine::hibernate::machine::CancelAnswer;
 use crate::machine::hibernate::runner::Cancel;
 use crate::machine::suspend;
+use crate::machine::wake::feeding::View;
 
 /// How long a finished operation's document is kept for a watcher that has not read it, once QEMU is gone.
 const FAREWELL: Duration = Duration::from_secs(2);
@@ -204,6 +205,9 @@ impl Desk {
     }
 
     fn start(&mut self, ask: Ask, handle: &Handle) -> Result<watch::Receiver<Operation>, Failure> {
+        if let Some(failure) = handle.feed.as_ref().and_then(View::in_the_way) {
+            return Err(failure);
+        }
         let Ask {
             id, wish, patience, ..
         } = ask;

@@ -39,6 +39,7 @@ use crate::error::{Code, Failure};
 use crate::machine::hibernate;
 use crate::machine::hibernate::limits::Limits;
 use crate::machine::hibernate::machine::{Aim, CancelAnswer};
+use crate::machine::wake::feeding::{Feeding, View};
 use crate::signals::Signals;
 use crate::vm::process::{QemuProcess, working_directory};
 use crate::vm::shape::Shape;
@@ -66,6 +67,8 @@ pub struct Supervised {
     pub ram: Ram,
     /// The image that it was woken from, locked as long as it is in use.
     pub image: Option<Image>,
+    /// What feeds it, where it was woken before its memory was there.
+    pub feeding: Option<Feeding>,
     /// Whether that image is removed at the end.
     pub remove_image: bool,
     /// How it was woken, for status.
@@ -124,6 +127,8 @@ pub struct Handle {
     pub ram: Ram,
     /// How it was woken.
     pub woken: Option<Woken>,
+    /// How its feed stands, if it is or was fed.
+    pub feed: Option<View>,
     /// QEMU's command line as the user gave it.
     pub command_line: Vec<String>,
     /// What the machine was made of at the start.
@@ -174,6 +179,11 @@ pub async fn supervise(mut supervised: Supervised, mut signals: Signals) -> Resu
             });
         }
     };
+    // Whatever becomes of it is told by its view, and logged.
+    let feeding = supervised.feeding.take().map(|feeding| {
+        let folder = supervised.directory.path().to_owned();
+        tokio::spawn(async move { feeding.run(&folder).await })
+    });
     let woken_from = supervised.woken.as_ref().and_then(|woken| woken.operation);
     let mut desk = Desk::new(published, woken_from);
     let status = loop {
@@ -193,6 +203,10 @@ pub async fn supervise(mut supervised: Supervised, mut signals: Signals) -> Resu
         }
     };
     desk.wait_for_end().await;
+    if let Some(feeding) = feeding {
+        // It ended with QEMU at the latest; what it does with the image it does to the end.
+        let _ = feeding.await;
+    }
     // What QEMU said last may be on its way still; its monitor is closed now.
     let reason = tokio::time::timeout(LAST_WORDS, reason).await;
     let reason = reason.ok().and_then(Result::ok).flatten();
@@ -251,6 +265,7 @@ async fn settle(
         client,
         ram: supervised.ram.clone(),
         woken: supervised.woken.clone(),
+        feed: supervised.feeding.as_ref().map(Feeding::view),
         command_line: supervised.command_line.clone(),
         shape,
         requests,

@@ -50,6 +50,7 @@ mod writer;
 
 pub use broken::remove_broken;
 pub use chunks::TableError;
+pub(crate) use codec::Unpacker;
 pub use compression::{Compression, CompressionError};
 pub use error::{Corruption, ImageError, Mismatch, TornBecause};
 pub use interrupted::{Interrupted, Remains};

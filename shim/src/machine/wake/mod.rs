@@ -1,7 +1,9 @@
 //! The wake: an image becomes a running guest, exactly once.
 
+pub mod feeding;
 pub mod follow_up;
 pub mod guard;
+pub mod lazy;
 mod load;
 pub mod machine;
 #[cfg(test)]
@@ -35,6 +37,8 @@ pub struct Request {
     pub changes: Vec<String>,
     /// The image's key, if it is encrypted.
     pub key: Option<ImageKey>,
+    /// How RAM is fed that comes while the guest runs.
+    pub feed: lazy::FeedWish,
 }
 
 /// How RAM comes back.
@@ -44,6 +48,9 @@ pub enum Mode {
     /// RAM is mapped privately from the image: at once, whatever its size. Not checked before use; the guest's memory
     /// stays on the image until it ends, and is saved by the stream engine.
     Map,
+    /// The guest runs at once, and RAM comes from the image behind it: what the guest touches first, each chunk checked
+    /// before use. The image is free when all is there, and the next hibernation is direct again. QEMU needs userfaultfd.
+    Lazy,
     /// RAM is filled from the image first, every chunk checked. The image is free afterwards and the next hibernation
     /// is direct again.
     Eager,

@@ -9,8 +9,10 @@ use dormouse_storage::{Image, ImageState, MemoryFile, Progress, Run, WORKER_THRE
 use tokio::sync::{mpsc, watch};
 use tokio::time::Instant;
 
+use super::feeding::FeedRecord;
 use super::follow_up::{FollowUp, follow_up};
 use super::guard;
+use super::lazy::{self, Feed};
 use super::load::load;
 use super::machine::{Effect, Input, Machine, Phase};
 use super::plan::{Plan, check_state, plan};
@@ -49,6 +51,8 @@ pub struct Woken {
     pub pages: Option<Pages>,
     /// The image, still locked. A mapped image must not change while the guest lives.
     pub image: Image,
+    /// What brings its RAM while it runs, where it does not have all of it.
+    pub feed: Option<Feed>,
     /// What was done.
     pub report: Report,
     /// The command line as the user gave it first, for the next hibernation.
@@ -110,6 +114,7 @@ struct Work<'a> {
     ram: Option<RamHome>,
     pages: Option<Pages>,
     qemu: Option<QemuProcess>,
+    feed: Option<Feed>,
     qemu_started: Option<Instant>,
     start_to_running_ms: f64,
     follow_up: FollowUp,
@@ -127,6 +132,7 @@ impl<'a> Work<'a> {
             ram: None,
             pages: None,
             qemu: None,
+            feed: None,
             qemu_started: None,
             start_to_running_ms: 0.0,
             follow_up: FollowUp::default(),
@@ -153,9 +159,15 @@ impl<'a> Work<'a> {
             Effect::Prepare => self.prepare().await,
             Effect::Start => interrupt.or(self.start()).await,
             Effect::Check => interrupt.or(self.check()).await,
+            Effect::Load if self.is_lazy() => interrupt.or(self.load_lazily()).await,
             Effect::Load => self.load().await,
-            Effect::Mark => self.mark_waking().await,
+            Effect::Mark => {
+                self.record_feed()?;
+                self.mark_waking().await
+            }
             Effect::Resume => self.resume().await,
+            // The guest needs it as long as it is fed from it.
+            Effect::Consume if self.is_lazy() => Ok(()),
             Effect::Consume => self.mark(ImageState::Consumed).await,
             Effect::Abandon { unmark } => self.abandon(unmark).await,
             Effect::Interrupt => Ok(()),
@@ -188,18 +200,20 @@ impl<'a> Work<'a> {
         let image = self.image.take().ok_or_else(out_of_order)?;
         let mode = plan.mode;
         let mut files = Vec::new();
-        if mode == Mode::Eager {
+        if mode == Mode::Eager || mode == Mode::Lazy {
             let Surroundings {
                 vm_directory,
                 ram_directory,
                 ..
             } = &self.surroundings;
             let ram = RamHome::prepare(vm_directory, *ram_directory, plan.placed_total())?;
-            files.extend(
-                plan.placed
-                    .iter()
-                    .map(|(name, length)| (name.clone(), ram.file(name), *length)),
-            );
+            if mode == Mode::Eager {
+                files.extend(
+                    plan.placed
+                        .iter()
+                        .map(|(name, length)| (name.clone(), ram.file(name), *length)),
+                );
+            }
             self.ram = Some(ram);
         }
         let progress = Arc::clone(&self.surroundings.progress);
@@ -265,7 +279,7 @@ impl<'a> Work<'a> {
                 self.surroundings.progress.expect(image.layout().ram());
                 Arc::clone(&self.surroundings.progress)
             }
-            Mode::Map | Mode::Eager => Arc::default(),
+            Mode::Map | Mode::Lazy | Mode::Eager => Arc::default(),
         };
         let client = self.qemu()?.client().clone();
         let image = self.image.take().ok_or_else(out_of_order)?;
@@ -278,6 +292,35 @@ impl<'a> Work<'a> {
                 Ok(())
             })
             .await
+    }
+
+    async fn load_lazily(&mut self) -> Result<(), Failure> {
+        let (plan, image) = self.planned()?;
+        let late: Vec<&str> = plan.placed.iter().map(|(name, _)| name.as_str()).collect();
+        let feeder = lazy::feeder(image, &late, self.request.feed)?;
+        let client = self.qemu()?.client().clone();
+        self.feed = Some(lazy::load(&client, feeder).await?);
+        Ok(())
+    }
+
+    /// Before the guest may run there is what a recovery of its feed needs.
+    fn record_feed(&self) -> Result<(), Failure> {
+        if !self.is_lazy() {
+            return Ok(());
+        }
+        let (_, image) = self.planned()?;
+        let pid = self.qemu()?.pid().unwrap_or_default();
+        FeedRecord::of(
+            image,
+            pid,
+            self.surroundings.monitor_socket,
+            self.request.feed.keep_image,
+        )?
+        .write(self.surroundings.vm_directory)
+    }
+
+    fn is_lazy(&self) -> bool {
+        self.plan.as_ref().is_some_and(|plan| plan.mode == Mode::Lazy)
     }
 
     async fn mark(&mut self, state: ImageState) -> Result<(), Failure> {
@@ -302,6 +345,9 @@ impl<'a> Work<'a> {
     async fn resume(&mut self) -> Result<(), Failure> {
         if self.shall_run() {
             resume::run(self.qemu()?.client()).await?;
+        }
+        if let Some(feed) = &self.feed {
+            feed.told.release();
         }
         self.start_to_running_ms = self
             .qemu_started
@@ -378,6 +424,7 @@ impl<'a> Work<'a> {
             qemu,
             pages: self.pages,
             image,
+            feed: self.feed,
             command_line,
         })
     }

@@ -30,19 +30,19 @@ pub trait Guest {
     }
 }
 
-/// What both guests are started with; the serial log is appended to, so that it outlives a QEMU.
-struct Body {
-    build: QemuBuild,
+/// What every guest is started with; the serial log is appended to, so that it outlives a QEMU.
+pub(crate) struct Body {
+    pub(crate) build: QemuBuild,
     program: PathBuf,
     more: Vec<OsString>,
-    ram_mib: u64,
-    disk: PathBuf,
+    pub(crate) ram_mib: u64,
+    pub(crate) disk: PathBuf,
     serial_log: PathBuf,
-    monitor_socket: PathBuf,
+    pub(crate) monitor_socket: PathBuf,
 }
 
 impl Body {
-    fn new(lab: &Lab, build: QemuBuild, ram_mib: u64) -> Self {
+    pub(crate) fn new(lab: &Lab, build: QemuBuild, ram_mib: u64) -> Self {
         Self {
             build,
             program: build.program(),
@@ -54,7 +54,7 @@ impl Body {
         }
     }
 
-    fn command_line(&self, disk_interface: &str, more: &[OsString]) -> Vec<OsString> {
+    pub(crate) fn command_line(&self, disk_interface: &str, more: &[OsString]) -> Vec<OsString> {
         let disk = self.disk.display();
         let serial_log = self.serial_log.display();
         let monitor_socket = self.monitor_socket.display();
@@ -86,7 +86,7 @@ impl Body {
     }
 
     /// The complete lines of the serial log so far.
-    fn said(&self) -> Vec<String> {
+    pub(crate) fn said(&self) -> Vec<String> {
         // The file is there once QEMU runs.
         let log = fs::read(&self.serial_log).unwrap_or_default();
         let complete = log
@@ -186,6 +186,16 @@ impl BootSectorGuest {
     pub fn wait_for_more_ticks(&self) -> u32 {
         self.wait_for_ticks(self.counters().len() + 20);
         self.last_counter()
+    }
+
+    /// What the guest said so far, for [`goes_back_to`](Self::goes_back_to).
+    pub fn log(&self) -> Vec<u8> {
+        fs::read(&self.body.serial_log).expect("the guest's log can be read")
+    }
+
+    /// Makes what the guest says from now on follow what it had said at an earlier point of its life.
+    pub fn goes_back_to(&self, log: &[u8]) {
+        fs::write(&self.body.serial_log, log).expect("the guest's log can be written");
     }
 
     /// The highest counter on the guest's disk.

@@ -78,7 +78,9 @@ impl LastEnding {
         reason: Option<String>,
         operation: Option<&Operation>,
     ) -> Self {
-        let result = operation.and_then(|operation| Some((operation.id, operation.result.clone()?)));
+        let result = operation
+            .and_then(|operation| Some((operation.id, operation.result.clone()?)))
+            .filter(|(_, ending)| ending.is_of_the_guest());
         let how = match &result {
             Some((operation, Ending::Hibernated(hibernated))) => How::Hibernated {
                 operation: *operation,
@@ -88,8 +90,8 @@ impl LastEnding {
             Some((operation, Ending::SuspendedToDisk(_))) => How::SuspendedToDisk {
                 operation: *operation,
             },
-            None if status.success() => How::Stopped { reason },
-            None => How::Crashed {
+            Some((_, Ending::Snapshot(_))) | None if status.success() => How::Stopped { reason },
+            Some((_, Ending::Snapshot(_))) | None => How::Crashed {
                 exit_code: status.code(),
                 signal: status.signal(),
             },

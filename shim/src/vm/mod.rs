@@ -12,6 +12,7 @@ pub mod engine;
 pub mod file_identity;
 pub mod hardware;
 pub mod last_words;
+pub mod lock_holder;
 pub mod memory;
 pub mod migration_socket;
 pub mod monitor;

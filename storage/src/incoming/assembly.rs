@@ -341,7 +341,8 @@ impl<'a, S: ChunkSink> Feeder<'a, S> {
         let assembly = self.assembly;
         let mut state = assembly.lock();
         loop {
-            let full = state.chunks[block][chunk].open.is_none() && state.open.len() >= OPEN_LIMIT;
+            let target = &state.chunks[block][chunk];
+            let full = target.open.is_none() && !target.put && state.open.len() >= OPEN_LIMIT;
             if full {
                 // It tells pages in order, and needs one chunk at a time.
                 return Err(IncomingError::Scattered { limit: OPEN_LIMIT }.into());

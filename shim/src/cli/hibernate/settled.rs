@@ -109,6 +109,7 @@ fn as_snapshot(made: Hibernated) -> Snapshot {
         stored_bytes: made.stored_bytes,
         zero_bytes: made.zero_bytes,
         pause_ms: made.pause_ms,
+        live: None,
         sealed_after_ms: made.timings_ms.values().sum(),
         timings_ms: made.timings_ms,
     }

@@ -79,6 +79,18 @@ fn loses_no_writes(version: Version) -> bool {
     }
 }
 
+/// Whether a mirror that writes to both sides may end QEMU: from 10.1 up to, and without, 10.2.2 a small write of zeros
+/// by the guest can meet an assertion. QEMU commit 4a7b1bd18d mends it. A QEMU that does not tell its version counts.
+pub fn active_mirror_may_abort(greeting: &Greeting) -> bool {
+    let Version { major, minor, micro } = greeting.version;
+    match (major, minor) {
+        (0, _) | (10, 1) => true,
+        (10, 0) => micro >= DEVELOPMENT_MICRO,
+        (10, 2) => micro < 2,
+        _ => false,
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -110,6 +122,28 @@ mod tests {
             (12, 0, 0, true),
         ] {
             assert_eq!(safe(major, minor, micro), expected, "{major}.{minor}.{micro}");
+        }
+    }
+
+    #[test]
+    fn writing_to_both_sides_is_dangerous_from_10_1_to_10_2_1() {
+        let greets = |major, minor, micro| Greeting {
+            version: Version { major, minor, micro },
+            ..Greeting::default()
+        };
+        for (major, minor, micro, expected) in [
+            (7, 2, 22, false),
+            (10, 0, 2, false),
+            (10, 0, 50, true),
+            (10, 1, 0, true),
+            (10, 1, 9, true),
+            (10, 2, 1, true),
+            (10, 2, 2, false),
+            (11, 1, 3, false),
+            (0, 0, 0, true),
+        ] {
+            let found = active_mirror_may_abort(&greets(major, minor, micro));
+            assert_eq!(found, expected, "{major}.{minor}.{micro}");
         }
     }
 

@@ -11,7 +11,8 @@ use zeroize::Zeroizing;
 
 use crate::error::{Code, Disposition, Failure, GuestState};
 use crate::machine::hibernate::machine::CancelAnswer;
-use crate::machine::{hibernate, suspend, wake};
+use crate::machine::volume::{VolumeProgress, Wish as VolumeWish};
+use crate::machine::{hibernate, suspend, volume, wake};
 use crate::vm::engine::{Choice, Wish};
 use crate::vm::ram_home::Pages;
 
@@ -107,6 +108,23 @@ pub enum NewOperation {
         /// How long the guest may take, in milliseconds.
         limit_ms: u64,
     },
+    /// Replace volumes under the running guest by copies of them.
+    MoveVolumes {
+        /// Which disks go where.
+        volumes: Vec<VolumeWish>,
+        /// The most that is copied in a second, in bytes, per disk.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        speed_limit_bytes: Option<u64>,
+        /// Whether the volumes are only switched when that is asked for.
+        #[serde(default)]
+        complete_by_hand: bool,
+        /// How long it may take until the switch, in milliseconds.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        timeout_ms: Option<u64>,
+        /// How long it may go without there being less to copy than ever before, in milliseconds.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        stall_timeout_ms: Option<u64>,
+    },
 }
 
 impl NewOperation {
@@ -115,6 +133,7 @@ impl NewOperation {
         match self {
             Self::Hibernate { .. } => OperationKind::Hibernate,
             Self::SuspendToDisk { .. } => OperationKind::SuspendToDisk,
+            Self::MoveVolumes { .. } => OperationKind::MoveVolumes,
         }
     }
 }
@@ -180,6 +199,18 @@ pub enum OperationKind {
     Hibernate,
     /// The guest saves itself.
     SuspendToDisk,
+    /// The guest gets other volumes.
+    MoveVolumes,
+}
+
+impl OperationKind {
+    /// Whether there is no VM any more once such an operation has ended well.
+    pub fn ends_the_vm(self) -> bool {
+        match self {
+            Self::Hibernate | Self::SuspendToDisk => true,
+            Self::MoveVolumes => false,
+        }
+    }
 }
 
 /// An operation.
@@ -201,6 +232,9 @@ pub struct Operation {
     pub done_bytes: u64,
     /// RAM that is to be dealt with, in bytes.
     pub total_bytes: u64,
+    /// The volumes that are moved: which one counts, and how far each is.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub volumes: Vec<VolumeProgress>,
     /// What came of it, once it ended well.
     pub result: Option<Ending>,
     /// Why it failed, once it did.
@@ -215,6 +249,31 @@ pub enum Ending {
     Hibernated(Box<Hibernated>),
     /// The guest is on its own disk.
     SuspendedToDisk(SuspendedToDisk),
+    /// The guest is on its new volumes.
+    VolumesMoved(VolumesMoved),
+}
+
+/// What came of a move of volumes.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct VolumesMoved {
+    /// `volumes-moved`.
+    pub result: VolumesMovedTag,
+    /// The disks, as they are now.
+    pub volumes: Vec<VolumeProgress>,
+    /// How long the guest's writes waited for the switch at the most, in milliseconds.
+    pub freeze_ms: f64,
+    /// How long each phase took, in milliseconds.
+    pub timings_ms: BTreeMap<String, f64>,
+    /// What could not be cleaned up or seen, and does no harm.
+    pub remarks: Vec<String>,
+}
+
+/// The word that tells results apart in a stream of JSON lines.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum VolumesMovedTag {
+    /// The guest is on its new volumes, and the old ones are let go.
+    VolumesMoved,
 }
 
 /// What came of a suspend to disk.
@@ -278,6 +337,13 @@ pub enum HibernatedTag {
 pub struct Cancelled {
     /// What will come of it.
     pub answer: CancelAnswer,
+}
+
+/// The answer to the word that volumes may be switched now.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Completed {
+    /// Whether that was waited for; else they are switched without it.
+    pub was_waited_for: bool,
 }
 
 /// A failure, as RFC 9457 has it, with what a program needs beside.
@@ -349,6 +415,18 @@ impl From<suspend::Report> for SuspendedToDisk {
             agent: report.agent,
             by_s4: report.by_s4,
             power_off_ms: report.power_off_ms,
+        }
+    }
+}
+
+impl From<volume::Report> for VolumesMoved {
+    fn from(report: volume::Report) -> Self {
+        Self {
+            result: VolumesMovedTag::VolumesMoved,
+            volumes: report.volumes,
+            freeze_ms: report.freeze_ms,
+            timings_ms: by_name(&report.timings_ms),
+            remarks: report.remarks,
         }
     }
 }

@@ -100,6 +100,7 @@ pub fn describe(vm: &Vm) -> String {
         let kind = match operation.kind {
             OperationKind::Hibernate => "hibernation",
             OperationKind::SuspendToDisk => "suspend to disk",
+            OperationKind::MoveVolumes => "move of volumes",
         };
         text.push_str(&format!("\n{kind} {}: {}", operation.id, operation.phase));
         if let Some(choice) = &operation.choice {

@@ -35,7 +35,8 @@ use crate::error::{Code, Failure};
 use crate::machine::hibernate::limits::Limits;
 use crate::machine::hibernate::machine::CancelAnswer;
 use crate::machine::hibernate::runner::Cancel;
-use crate::machine::{hibernate, suspend};
+use crate::machine::volume::runner::Word;
+use crate::machine::{hibernate, suspend, volume};
 use crate::signals::Signals;
 use crate::vm::process::{QemuProcess, working_directory};
 use crate::vm::shape::Shape;
@@ -55,6 +56,8 @@ pub struct Supervised {
     pub directory: VmDirectory,
     /// Where operations are written down.
     pub operations: PathBuf,
+    /// Where moves of volumes are written down.
+    pub moves: PathBuf,
     /// Its QEMU.
     pub qemu: QemuProcess,
     /// Where its RAM is, for status.
@@ -76,6 +79,8 @@ pub enum Request {
     Begin(NewOperation, oneshot::Sender<Result<Uuid, Failure>>),
     /// Cancel it.
     Cancel(Uuid, oneshot::Sender<Result<CancelAnswer, Failure>>),
+    /// Let it switch the volumes that wait for this word.
+    Complete(Uuid, oneshot::Sender<Result<bool, Failure>>),
 }
 
 /// What API clients hold of a supervisor.
@@ -89,6 +94,8 @@ pub struct Handle {
     pub monitor: PathBuf,
     /// Where operations are written down.
     pub operations: PathBuf,
+    /// Where moves of volumes are written down.
+    pub moves: PathBuf,
     /// QEMU's monitor, for questions.
     pub client: Client,
     /// Where its RAM is.
@@ -182,6 +189,7 @@ async fn settle(
         pid,
         monitor: supervised.directory.monitor_socket(),
         operations: supervised.operations.clone(),
+        moves: supervised.moves.clone(),
         client,
         ram: supervised.ram.clone(),
         woken: supervised.woken.clone(),
@@ -254,6 +262,37 @@ pub fn hibernation(wish: NewOperation, handle: &Handle) -> Result<hibernate::Req
     })
 }
 
+/// What a wish for a move of volumes asks for.
+fn volume_move(wish: NewOperation, handle: &Handle) -> Result<volume::Request, Failure> {
+    let NewOperation::MoveVolumes {
+        volumes,
+        speed_limit_bytes,
+        complete_by_hand,
+        timeout_ms,
+        stall_timeout_ms,
+    } = wish
+    else {
+        return Err(Failure::new(Code::Usage, "that is no move of volumes"));
+    };
+    for volume in &volumes {
+        absolute(volume.to.clone())?;
+    }
+    let limits = volume::Limits::default();
+    Ok(volume::Request {
+        volumes,
+        speed_limit: speed_limit_bytes.map(ByteCount),
+        by_hand: complete_by_hand,
+        limits: volume::Limits {
+            total: timeout_ms.map(Duration::from_millis),
+            stall: stall_timeout_ms.map_or(limits.stall, Duration::from_millis),
+            ..limits
+        },
+        monitor: handle.monitor.clone(),
+        operations: handle.moves.clone(),
+        vm_name: handle.name.clone(),
+    })
+}
+
 /// Where operations are begun and cancelled: one at a time.
 struct Desk {
     current: watch::Sender<Option<watch::Receiver<Operation>>>,
@@ -265,6 +304,7 @@ struct Desk {
 struct Running {
     task: tokio::task::JoinHandle<()>,
     cancel: mpsc::Sender<Cancel>,
+    word: mpsc::Sender<Word>,
 }
 
 impl Desk {
@@ -291,6 +331,7 @@ impl Desk {
             // Whoever asked may be gone by now; the operation goes on, as it would after an answer.
             Request::Begin(wish, answer) => drop(answer.send(self.begin(wish, handle))),
             Request::Cancel(id, answer) => self.cancel(id, answer),
+            Request::Complete(id, answer) => self.complete(id, answer),
         }
     }
 
@@ -300,7 +341,7 @@ impl Desk {
         }
         let client = handle.client.clone();
         let prepared = Prepared::new(wish.kind());
-        let (documents, cancel) = (prepared.watch(), prepared.cancel());
+        let (documents, cancel, word) = (prepared.watch(), prepared.cancel(), prepared.word());
         let id = documents.borrow().id;
         let task = match wish {
             NewOperation::Hibernate { .. } => {
@@ -328,8 +369,19 @@ impl Desk {
                     }
                 })
             }
+            NewOperation::MoveVolumes { .. } => {
+                let request = volume_move(wish, handle)?;
+                tokio::spawn(async move {
+                    match prepared.move_volumes(client, request).await {
+                        Ok(report) => tracing::info!(volumes = report.volumes.len(), "volumes moved"),
+                        Err(failure) => {
+                            tracing::warn!(code = ?failure.code, guest = ?failure.guest, %failure, "volumes not moved")
+                        }
+                    }
+                })
+            }
         };
-        self.running = Some(Running { task, cancel });
+        self.running = Some(Running { task, cancel, word });
         self.current.send_replace(Some(documents));
         Ok(id)
     }
@@ -356,6 +408,28 @@ impl Desk {
             _ => Failure::new(Code::Refused, format!("no operation {id} is under way")),
         };
         let _ = answer.send(Err(refusal));
+    }
+
+    fn complete(&self, id: Uuid, answer: oneshot::Sender<Result<bool, Failure>>) {
+        let is_current = self
+            .current
+            .borrow()
+            .as_ref()
+            .is_some_and(|operation| operation.borrow().id == id);
+        let refusal = || Failure::new(Code::Refused, format!("no operation {id} is under way"));
+        let Some(running) = self.running.as_ref().filter(|_| is_current) else {
+            let _ = answer.send(Err(refusal()));
+            return;
+        };
+        let word = running.word.clone();
+        tokio::spawn(async move {
+            let (tell, told) = oneshot::channel();
+            let waited_for = match word.send(tell).await {
+                Ok(()) => told.await.unwrap_or(false),
+                Err(_) => false,
+            };
+            let _ = answer.send(Ok(waited_for));
+        });
     }
 
     /// Resolves when the operation under way has ended; never when there is none.

@@ -8,6 +8,7 @@
 //!                ram/              the guest's RAM, where it has a tmpfs of its own
 //! STATE-DIR/NAME.log               what a supervisor in the background says
 //!           .operations/           the records of hibernations under way, see `journal`
+//!           .moves/                those of moves of volumes
 //! ```
 
 use std::env;
@@ -91,6 +92,11 @@ impl StateDir {
     /// Where operations are written down.
     pub fn operations(&self) -> PathBuf {
         self.0.join(".operations")
+    }
+
+    /// Where moves of volumes are written down.
+    pub fn moves(&self) -> PathBuf {
+        self.0.join(".moves")
     }
 
     /// Whether a hibernation of this QEMU was interrupted.

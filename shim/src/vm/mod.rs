@@ -9,6 +9,7 @@ pub mod diagnosis;
 pub mod disks;
 pub mod engine;
 pub mod file_identity;
+pub mod graph;
 pub mod memory;
 pub mod migration_socket;
 pub mod monitor;

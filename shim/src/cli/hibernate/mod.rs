@@ -82,14 +82,14 @@ pub async fn hibernate(
 fn hibernated(ending: Ending) -> Result<Hibernated, Failure> {
     match ending {
         Ending::Hibernated(hibernated) => Ok(*hibernated),
-        Ending::SuspendedToDisk(_) => Err(Failure::new(
+        Ending::SuspendedToDisk(_) | Ending::VolumesMoved(_) => Err(Failure::new(
             Code::Internal,
             "the supervisor did something else than it was asked for",
         )),
     }
 }
 
-fn absolute(path: &Path) -> Result<PathBuf, Failure> {
+pub(super) fn absolute(path: &Path) -> Result<PathBuf, Failure> {
     std::path::absolute(path)
         .map_err(|error| Failure::new(Code::Usage, format!("{}: {error}", path.display())))
 }
@@ -117,12 +117,12 @@ fn limits(arguments: &HibernateArguments) -> Limits {
     }
 }
 
-fn as_ms(time: Duration) -> u64 {
+pub(super) fn as_ms(time: Duration) -> u64 {
     u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }
 
 /// The supervisor works; we watch, and pass on a Ctrl-C, which is a change in `signals`.
-async fn by_supervisor(
+pub(super) async fn by_supervisor(
     state: &StateDir,
     name: &str,
     wish: NewOperation,
@@ -148,8 +148,10 @@ async fn follow(
     loop {
         match (&operation.result, &operation.error) {
             (Some(ending), _) => {
-                // The VM's name is free when this returns: whoever starts it next need not wait.
-                supervisor.wait_for_end().await;
+                if operation.kind.ends_the_vm() {
+                    // The VM's name is free when this returns: whoever starts it next need not wait.
+                    supervisor.wait_for_end().await;
+                }
                 return Ok(ending.clone());
             }
             (None, Some(problem)) => return Err(problem.clone().into()),
@@ -158,7 +160,12 @@ async fn follow(
         progress.tell(&operation);
         operation = tokio::select! {
             news = supervisor.news(id, operation.version) => news.map_err(|failure| {
-                failure.while_doing("the hibernation may have ended well, look at the image or the guest's disk")
+                failure.while_doing(match operation.kind {
+                    OperationKind::Hibernate | OperationKind::SuspendToDisk => {
+                        "the hibernation may have ended well, look at the image or the guest's disk"
+                    }
+                    OperationKind::MoveVolumes => "the volumes may have been switched, `dormouse recover` finds out",
+                })
             })?,
             Ok(()) = signals.changed() => {
                 // An operation that has just ended takes no cancel, and its document tells how it ended.
@@ -168,6 +175,7 @@ async fn follow(
                         OperationKind::SuspendToDisk => {
                             "too late to cancel: the guest was told to suspend itself to its disk"
                         }
+                        OperationKind::MoveVolumes => "too late to cancel: the volumes are being switched",
                     });
                 }
                 continue;
@@ -246,7 +254,7 @@ async fn attach(
 }
 
 /// Tells where the work is, and passes a Ctrl-C to it.
-async fn attend<T>(
+pub(super) async fn attend<T>(
     work: impl Future<Output = T>,
     mut documents: watch::Receiver<Operation>,
     cancel: &mpsc::Sender<Cancel>,

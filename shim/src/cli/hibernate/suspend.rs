@@ -47,7 +47,7 @@ pub async fn suspend_to_disk(
             let signals = Signals::watch()?.for_several();
             match by_supervisor(state, name, wish, signals, report).await? {
                 Ending::SuspendedToDisk(suspended) => suspended,
-                Ending::Hibernated(_) => {
+                Ending::Hibernated(_) | Ending::VolumesMoved(_) => {
                     let why = "the supervisor did something else than it was asked for";
                     return Err(Failure::new(Code::Internal, why));
                 }

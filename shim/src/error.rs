@@ -6,6 +6,7 @@
 //! made, so that it reads as one sentence.
 
 use std::io::ErrorKind;
+use std::time::Duration;
 
 use dormouse_qmp::{CommandError, ConnectError};
 use dormouse_storage::IncomingError;
@@ -23,6 +24,10 @@ pub struct Failure {
     pub guest: GuestState,
     /// One sentence for a person.
     pub message: String,
+    /// How long the guest took to be given back, from the moment in which that was wanted; `None` where it was not taken,
+    /// or nobody wanted it before what went wrong had ended by itself.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub given_back_after: Option<Duration>,
 }
 
 /// The kinds of failure that callers tell apart. Names and numbers are a contract. The last ones weigh most.
@@ -86,6 +91,7 @@ impl Failure {
             code,
             guest: GuestState::Unknown,
             message: message.into(),
+            given_back_after: None,
         }
     }
 

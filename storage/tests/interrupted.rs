@@ -8,13 +8,13 @@
 mod fixture;
 
 use std::fs;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::PathBuf;
 
 use dormouse_storage::image::{Interrupted, Remains};
-use dormouse_storage::{ByteCount, CreateOptions, Image, ImageState, ImageWriter};
-use fixture::Laboratory;
+use dormouse_storage::{ByteCount, CreateOptions, Image, ImageState, ImageWriter, Unmappable};
 use fixture::loop_device::LoopDevice;
+use fixture::{Laboratory, working};
 use uuid::Uuid;
 
 fn id() -> Uuid {
@@ -70,12 +70,14 @@ fn an_image_that_has_its_name_is_whole_and_what_lies_beside_it_goes_when_it_is_s
     let interrupted = Interrupted::new(&laboratory.target(), id());
     fs::hard_link(laboratory.target(), partial(&laboratory)).unwrap();
     assert_eq!(interrupted.remains().unwrap(), Remains::Whole(ImageState::Sealed));
-    interrupted.settle().unwrap();
+    let settled = interrupted.settle().unwrap();
     assert_eq!(laboratory.names(), ["guest.dormouse"]);
     assert_eq!(
         Image::open(&laboratory.target()).unwrap().state(),
         ImageState::Sealed
     );
+    assert!(interrupted.settle().is_err(), "it is held");
+    drop(settled);
     interrupted.settle().unwrap();
     // Another image has the name: that is nobody's to touch.
     let other = Interrupted::new(&laboratory.target(), Uuid::from_u128(1));
@@ -83,6 +85,32 @@ fn an_image_that_has_its_name_is_whole_and_what_lies_beside_it_goes_when_it_is_s
     assert!(other.settle().is_err() && other.remove_whole().is_err());
     interrupted.remove_whole().unwrap();
     assert_eq!(laboratory.names(), Vec::<String>::new());
+}
+
+#[test]
+fn space_that_a_killed_writer_reserved_is_given_back() {
+    let laboratory = Laboratory::new();
+    let mut writer = begin(&laboratory);
+    writer.reserve(ByteCount::mib(1)).unwrap();
+    drop(
+        laboratory
+            .write(writer)
+            .unwrap()
+            .seal(&laboratory.manifest(), &laboratory.recording())
+            .unwrap(),
+    );
+    let interrupted = Interrupted::new(&laboratory.target(), id());
+    let allocated = || fs::metadata(laboratory.target()).unwrap().blocks();
+    let reserved = allocated();
+    let mut settled = interrupted.settle().unwrap();
+    working(|run| settled.give_back(run)).unwrap();
+    let given_back = allocated();
+    assert!(given_back < reserved, "{given_back} of {reserved} blocks");
+    working(|run| settled.give_back(run)).unwrap();
+    assert_eq!(allocated(), given_back);
+    drop(settled);
+    let image = Image::open(&laboratory.target()).unwrap();
+    working(|run| image.verify(run)).unwrap();
 }
 
 #[test]
@@ -151,9 +179,19 @@ fn a_device_is_told_by_its_superblocks_and_only_what_is_ours_is_wiped() {
     let sealed = read(&device);
     write(&device, &[&ours[..4096], &sealed[4096..]].concat());
     assert_eq!(interrupted.remains().unwrap(), Remains::Whole(ImageState::Sealed));
-    interrupted.settle().unwrap();
+    let mut settled = interrupted.settle().unwrap();
     assert_eq!(read(&device), sealed);
-    assert_eq!(Image::open(device.path()).unwrap().state(), ImageState::Sealed);
+    let image = Image::open(device.path()).unwrap();
+    assert_eq!(
+        (image.state(), image.check_mappable()),
+        (ImageState::Sealed, Err(Unmappable::OldData))
+    );
+    // What its writer had left to do, and once more.
+    for _ in 0..2 {
+        working(|run| settled.give_back(run)).unwrap();
+        assert_eq!(Image::open(device.path()).unwrap().check_mappable(), Ok(()));
+    }
+    drop(settled);
     interrupted.remove_whole().unwrap();
     assert_eq!(interrupted.remains().unwrap(), Remains::Nothing);
 }

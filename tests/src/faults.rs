@@ -4,7 +4,7 @@ use std::{
     fs::{self, File, OpenOptions},
     os::unix::fs::FileExt,
     path::{Path, PathBuf},
-    process::Command,
+    process::{Command, Stdio},
     time::Instant,
 };
 
@@ -21,20 +21,34 @@ impl SmallVolume {
     /// A volume of `mib` MiB, file system included.
     pub fn new(lab: &Lab, mib: u64) -> Self {
         let backing = lab.path("small-volume.ext4");
-        let mount_point = lab.path("small-volume");
         let file = File::create(&backing).expect("the volume's file can be made");
         file.set_len(mib << 20).expect("the volume's file can be sized");
-        fs::create_dir(&mount_point).expect("the mount point can be made");
+        Self::over(lab, &backing, &["-o", "loop"])
+    }
+
+    /// A volume on a device, all of which it takes.
+    pub fn on(lab: &Lab, device: &Path) -> Self {
+        Self::over(lab, device, &[])
+    }
+
+    /// What is in a file that was a volume before.
+    pub fn found_in(lab: &Lab, file: &Path) -> Self {
+        Self::mounted(lab, file, &["-o", "loop"])
+    }
+
+    fn over(lab: &Lab, backing: &Path, options: &[&str]) -> Self {
         must_run(
             Command::new("mkfs.ext4")
                 .args(["-q", "-F", "-m", "0"])
-                .arg(&backing),
+                .arg(backing),
         );
-        must_run(
-            Command::new("mount")
-                .args(["-o", "loop"])
-                .args([&backing, &mount_point]),
-        );
+        Self::mounted(lab, backing, options)
+    }
+
+    fn mounted(lab: &Lab, backing: &Path, options: &[&str]) -> Self {
+        let mount_point = lab.path("small-volume");
+        fs::create_dir(&mount_point).expect("the mount point can be made");
+        must_run(Command::new("mount").args(options).args([backing, &mount_point]));
         Self { mount_point }
     }
 
@@ -55,7 +69,12 @@ impl SmallVolume {
 impl Drop for SmallVolume {
     fn drop(&mut self) {
         // Lazily: a process that a failed test leaves may still have a file open.
-        let _ = Command::new("umount").arg("-l").arg(&self.mount_point).status();
+        // Quietly: the laboratory may have done it.
+        let _ = Command::new("umount")
+            .arg("-l")
+            .arg(&self.mount_point)
+            .stderr(Stdio::null())
+            .status();
     }
 }
 

@@ -30,17 +30,17 @@ pub trait Guest {
     }
 }
 
-/// What both guests are started with; the serial log is appended to, so that it outlives a QEMU.
-struct Body {
-    build: QemuBuild,
-    ram_mib: u64,
-    disk: PathBuf,
+/// What every guest is started with; the serial log is appended to, so that it outlives a QEMU.
+pub(crate) struct Body {
+    pub(crate) build: QemuBuild,
+    pub(crate) ram_mib: u64,
+    pub(crate) disk: PathBuf,
     serial_log: PathBuf,
-    monitor_socket: PathBuf,
+    pub(crate) monitor_socket: PathBuf,
 }
 
 impl Body {
-    fn new(lab: &Lab, build: QemuBuild, ram_mib: u64) -> Self {
+    pub(crate) fn new(lab: &Lab, build: QemuBuild, ram_mib: u64) -> Self {
         Self {
             build,
             ram_mib,
@@ -50,7 +50,7 @@ impl Body {
         }
     }
 
-    fn command_line(&self, disk_interface: &str, more: &[OsString]) -> Vec<OsString> {
+    pub(crate) fn command_line(&self, disk_interface: &str, more: &[OsString]) -> Vec<OsString> {
         let disk = self.disk.display();
         let serial_log = self.serial_log.display();
         let monitor_socket = self.monitor_socket.display();
@@ -81,7 +81,7 @@ impl Body {
     }
 
     /// The complete lines of the serial log so far.
-    fn said(&self) -> Vec<String> {
+    pub(crate) fn said(&self) -> Vec<String> {
         // The file is there once QEMU runs.
         let log = fs::read(&self.serial_log).unwrap_or_default();
         let complete = log

@@ -1,6 +1,10 @@
 //! A test's folder, and the sweeping up.
 
-use std::path::{Path, PathBuf};
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    process::Command,
+};
 
 use rustix::process::{Pid, Signal};
 use tempfile::TempDir;
@@ -82,6 +86,14 @@ impl Drop for Lab {
             }
             for process in &left {
                 process.signal(Signal::KILL);
+            }
+        }
+        // A folder with a volume in it cannot be removed, whichever of the two a test dropped first.
+        let mounts = fs::read_to_string("/proc/self/mounts").unwrap_or_default();
+        for mount_point in mounts.lines().filter_map(|mount| mount.split(' ').nth(1)) {
+            if Path::new(mount_point).starts_with(self.folder()) {
+                // Lazily: whoever was killed may still be on its way out.
+                let _ = Command::new("umount").arg("-l").arg(mount_point).status();
             }
         }
     }

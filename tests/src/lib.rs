@@ -1,9 +1,9 @@
 //! The laboratory: real QEMU builds, guests that can be checked from outside, and faults to order.
 //!
 //! A test reads like what a person would do. [`Lab`] is its folder and sweeps up after it; a guest
-//! ([`BootSectorGuest`], [`LinuxGuest`]) knows its QEMU command line and what it should be saying;
+//! ([`BootSectorGuest`], [`SectorWriter`], [`LinuxGuest`]) knows its QEMU command line and what it should be saying;
 //! [`Dormouse`] runs the command-line program; [`Monitor`] looks into a guest through a second
-//! monitor of its own; [`play_agent`] is a guest's agent; [`faults`] breaks things.
+//! monitor of its own; [`play_agent`] is a guest's agent; [`faults`] breaks things, and [`interrupted`] kills Dormouse.
 //!
 //! `tests/lab/fetch all` brings what is needed. Everything runs under TCG, so any machine will do.
 
@@ -14,11 +14,14 @@ mod dormouse;
 pub mod faults;
 mod foreign;
 mod guest;
+pub mod interrupted;
 mod lab;
 mod monitor;
 mod processes;
 mod qemu;
 mod scene;
+mod sector_writer;
+mod unpluggable;
 mod volumes;
 mod wait;
 
@@ -30,5 +33,7 @@ pub use lab::Lab;
 pub use monitor::Monitor;
 pub use qemu::{PlainQemu, QemuBuild};
 pub use scene::Scene;
+pub use sector_writer::SectorWriter;
+pub use unpluggable::{DeviceOnVolume, UnpluggableDevice};
 pub use volumes::LoopDevice;
 pub use wait::{PATIENCE, until};

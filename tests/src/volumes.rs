@@ -33,20 +33,7 @@ impl LoopDevice {
             }
             file.write_all(&old).expect("the file can be filled");
         }
-        let output = Command::new("losetup")
-            .args(["--find", "--show"])
-            .arg(&disk)
-            .output()
-            .expect("losetup can be run");
-        assert!(
-            output.status.success(),
-            "this test needs a loop device and is not to be skipped (root, /dev/loop-control): {}",
-            String::from_utf8_lossy(&output.stderr)
-        );
-        let path = String::from_utf8(output.stdout).expect("a path");
-        Self {
-            path: PathBuf::from(path.trim()),
-        }
+        Self { path: attach(&disk) }
     }
 
     /// The device.
@@ -60,4 +47,20 @@ impl Drop for LoopDevice {
         // The test's outcome does not depend on it, and a device in use is detached when it is free.
         let _ = Command::new("losetup").arg("--detach").arg(&self.path).status();
     }
+}
+
+/// Makes a block device of a file.
+pub(crate) fn attach(file: &Path) -> PathBuf {
+    let output = Command::new("losetup")
+        .args(["--find", "--show"])
+        .arg(file)
+        .output()
+        .expect("losetup can be run");
+    assert!(
+        output.status.success(),
+        "this test needs a loop device and is not to be skipped (root, /dev/loop-control): {}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+    let path = String::from_utf8(output.stdout).expect("a path");
+    PathBuf::from(path.trim())
 }

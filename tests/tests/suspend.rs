@@ -3,9 +3,11 @@
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
+use std::sync::mpsc;
 
 use dormouse_tests::{
-    BootSectorGuest, Guest, Monitor, Outcome, PlainQemu, QemuBuild, Scene, Suspend, faults, play_agent, until,
+    BootSectorGuest, Guest, Monitor, Outcome, PATIENCE, PlainQemu, QemuBuild, Scene, Suspend, faults,
+    play_agent, until,
 };
 use rustix::process::Pid;
 use serde_json::json;
@@ -224,6 +226,38 @@ fn a_ctrl_c_before_the_guest_is_asked_leaves_it_alone() {
     let outcome = scene.dormouse.finish(command).expect_exit(CANCELLED);
     assert_eq!(outcome.result()["error"]["guest"], "running");
     scene.guest.wait_for_more_ticks();
+}
+
+#[test]
+fn a_dormouse_that_is_killed_while_the_guest_saves_itself_leaves_nothing_to_recover() {
+    let scene = Scene::new(QemuBuild::V10_0);
+    let guest = KeptApart::of(&scene, &[]);
+    let (tell, asked) = mpsc::channel();
+    let silent = move || {
+        // Nobody listens once the test has failed.
+        let _ = tell.send(());
+        None
+    };
+    play_agent(&agent_socket(&scene), ABLE, Box::new(silent));
+    let (agent, monitor) = (agent_socket(&scene), scene.guest.monitor_socket());
+    let command = scene.dormouse.spawn(&[
+        "hibernate".as_ref(),
+        "--mode".as_ref(),
+        "suspend-to-disk".as_ref(),
+        "--qmp".as_ref(),
+        monitor.as_os_str(),
+        "--agent".as_ref(),
+        agent.as_os_str(),
+    ]);
+    asked.recv_timeout(PATIENCE).expect("the agent is asked");
+    faults::kill(Pid::from_child(&command));
+    scene.dormouse.finish(command);
+    let recovered = scene.dormouse.recover(&[]).expect_success().result();
+    assert_eq!(recovered, json!({"operations": 0}));
+    // The guest does what it was asked for all the same, and takes QEMU with it.
+    scene.guest.wait_for_more_ticks();
+    write_register(&guest.monitor, PLAIN_POWER_OFF);
+    scene.lab.wait_for_no_qemu();
 }
 
 #[test]

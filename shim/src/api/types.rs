@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use dormouse_storage::{Compression, ImageKey};
 use serde::de::Error;
@@ -10,6 +11,7 @@ use uuid::Uuid;
 use zeroize::Zeroizing;
 
 use crate::error::{Code, Disposition, Failure, GuestState};
+use crate::machine::effect::milliseconds;
 use crate::machine::hibernate::machine::CancelAnswer;
 use crate::machine::volume::{VolumeProgress, Wish as VolumeWish};
 use crate::machine::{hibernate, suspend, volume, wake};
@@ -347,7 +349,7 @@ pub struct Completed {
 }
 
 /// A failure, as RFC 9457 has it, with what a program needs beside.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Problem {
     /// The HTTP status.
     pub status: u16,
@@ -359,6 +361,9 @@ pub struct Problem {
     pub guest: GuestState,
     /// One sentence for a person.
     pub detail: String,
+    /// From a cancel, or a limit that was reached, until the guest was given back, in milliseconds.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub given_back_ms: Option<f64>,
 }
 
 impl From<&Failure> for Problem {
@@ -377,6 +382,7 @@ impl From<&Failure> for Problem {
             disposition: failure.code.disposition(),
             guest: failure.guest,
             detail: failure.message.clone(),
+            given_back_ms: failure.given_back_after.map(milliseconds),
         }
     }
 }
@@ -387,6 +393,9 @@ impl From<Problem> for Failure {
             code: problem.code,
             guest: problem.guest,
             message: problem.detail,
+            given_back_after: problem
+                .given_back_ms
+                .and_then(|ms| Duration::try_from_secs_f64(ms / 1000.0).ok()),
         }
     }
 }

@@ -10,6 +10,7 @@ use serde_json::json;
 
 use crate::api::types::Operation;
 use crate::error::Failure;
+use crate::machine::effect::milliseconds;
 
 /// Where a verb tells what it does.
 #[derive(Debug, Clone)]
@@ -53,17 +54,25 @@ impl Report {
     /// Why it failed.
     pub fn failure(&self, failure: &Failure) {
         if self.json {
-            print_json(&self.named(&json!({"error": {
+            let mut error = json!({
                 "code": failure.code,
                 "disposition": failure.code.disposition(),
                 "guest": failure.guest,
                 "message": failure.message,
-            }})));
+            });
+            if let Some(after) = failure.given_back_after {
+                error["given_back_ms"] = json!(milliseconds(after));
+            }
+            print_json(&self.named(&json!({"error": error})));
         } else {
             let guest = serde_json::to_value(failure.guest).unwrap_or_default();
-            match guest.as_str().unwrap_or_default() {
-                "unknown" => self.remark(&failure.message),
-                guest => self.remark(&format!("{failure} (guest: {guest})")),
+            match (guest.as_str().unwrap_or_default(), failure.given_back_after) {
+                ("unknown", _) => self.remark(&failure.message),
+                (guest, None) => self.remark(&format!("{failure} (guest: {guest})")),
+                (guest, Some(after)) => self.remark(&format!(
+                    "{failure} (guest: {guest}, given back within {:.0} ms)",
+                    milliseconds(after).ceil()
+                )),
             }
         }
     }

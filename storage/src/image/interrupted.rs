@@ -19,7 +19,7 @@ use uuid::Uuid;
 
 use super::reader::read_superblocks;
 use super::superblock::Superblocks;
-use super::{Image, ImageError, ImageState};
+use super::{Image, ImageError, ImageState, SealedImage};
 use crate::volume::{is_block_device, open_held, partial_path, remove};
 
 /// An image whose writer was killed, or may have been.
@@ -66,21 +66,23 @@ impl Interrupted {
     }
 
     /// Makes durable a whole image whose writer was killed before it could tell whether it is, and removes what is left
-    /// beside it. Only then may it stand in for its guest.
+    /// beside it. Only then may it stand in for its guest. What the writer had left to do is up to whoever asks: the space
+    /// that it reserved is not given back yet, and the image is locked until the result is dropped.
     ///
     /// # Errors
     ///
     /// [`ImageError::Locked`] if somebody has the image, [`ImageError::Io`], and those of [`Image::open`].
-    pub fn settle(&self) -> Result<(), ImageError> {
+    pub fn settle(&self) -> Result<SealedImage, ImageError> {
         let image = self.whole()?;
         image.settle()?;
         match self.partial() {
             // This image under its other name: it is held already.
-            Some(partial) if image.is_at(&partial) => remove_file(&partial),
+            Some(partial) if image.is_at(&partial) => remove_file(&partial)?,
             // The image that was replaced.
-            Some(partial) if exists(&partial)? => remove(&open_held(&partial)?, &partial, 1),
-            _ => Ok(()),
+            Some(partial) if exists(&partial)? => remove(&open_held(&partial)?, &partial, 1)?,
+            _ => {}
         }
+        image.into_sealed()
     }
 
     /// Removes for good what is unfinished; tells whether there was something.

@@ -20,12 +20,13 @@ use super::layout::{BlockPlacement, Layout};
 use super::manifest::Manifest;
 use super::pages::Pages;
 use super::random::RandomReader;
+use super::sealed::SealedImage;
 use super::state::ImageState;
 use super::superblock::{Area, COPY_BYTES, COPY_OFFSETS, FORMAT_1, FORMAT_VERSION, Superblock, Superblocks};
 use super::workers::for_each_chunk;
 use crate::memory::{MemoryError, PAGE_BYTES};
 use crate::sys::DirectFile;
-use crate::volume::{allocated, leads_to, length_of, open_held, remove, sync_name};
+use crate::volume::{Published, allocated, leads_to, length_of, open_held, remove, sync_name};
 use crate::{ByteCount, MemoryFile, Recording, Run};
 
 /// What an image holds and takes.
@@ -363,6 +364,14 @@ impl Image {
             .and_then(|()| self.write_copy(&self.superblock, 1 - self.copy))
             .and_then(|()| sync_name(&self.file, &self.path))
             .map_err(|source| ImageError::io("make durable", &self.path, source))
+    }
+
+    /// What its writer would have had left to do with it. It has to be locked, and stays so.
+    pub(super) fn into_sealed(self) -> Result<SealedImage, ImageError> {
+        match Published::found(self.file, self.path.clone()) {
+            Ok(published) => Ok(SealedImage::of(published, &self.table, self.superblock)),
+            Err(source) => Err(ImageError::io("look at", &self.path, source)),
+        }
     }
 
     /// Whether `path` leads to it too.

@@ -36,6 +36,17 @@ impl Published {
         Self { file, path, kind, io }
     }
 
+    /// One that was published before, by somebody else, and is held by this file.
+    pub(crate) fn found(file: File, path: PathBuf) -> io::Result<Self> {
+        let kind = if file.metadata()?.file_type().is_block_device() {
+            VolumeKind::BlockDevice
+        } else {
+            VolumeKind::File
+        };
+        let io = Arc::new(DirectFile::buffered(&file)?);
+        Ok(Self { file, path, kind, io })
+    }
+
     pub(crate) fn file(&self) -> &File {
         &self.file
     }

@@ -1,9 +1,11 @@
 //! The end of a QEMU whose guest is in its image: brought about by who saved it, or by who recovers what was interrupted.
 
 use std::path::Path;
+use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use dormouse_qmp::{Client, command};
+use dormouse_storage::{Progress, Run, SealedImage, WORKER_THREADS};
 
 use crate::error::{Code, Failure, GuestState, sentence};
 use crate::machine::effect::blocking;
@@ -11,6 +13,23 @@ use crate::vm::process::ProcessEnd;
 
 /// How long QEMU's process may take to end after `quit`.
 const QUIT_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// Gives back what an image reserved and does not need. Space that is not given back is no reason to call a sealed image a
+/// failure.
+pub async fn give_space_back(mut sealed: SealedImage) {
+    let given_back = blocking(move || {
+        let run = Run {
+            threads: WORKER_THREADS,
+            progress: &Progress::default(),
+            cancelled: &AtomicBool::new(false),
+        };
+        Ok(sealed.give_back(&run)?)
+    })
+    .await;
+    if let Err(failure) = given_back {
+        tracing::warn!(%failure, "cannot give back the image's unused space");
+    }
+}
 
 /// Ends QEMU, whose guest is in `image`, and waits until it is gone.
 pub async fn end_qemu(client: &Client, pid: u32, image: &Path) -> Result<(), Failure> {

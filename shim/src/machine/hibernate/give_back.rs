@@ -31,12 +31,22 @@ pub async fn give_guest_back(
     connections: &mut Vec<UnixStream>,
     settings: Option<MigrationSettings>,
 ) -> Result<(), Failure> {
+    give_back_within(client, give_back, connections, settings, CANCEL_PATIENCE).await
+}
+
+async fn give_back_within(
+    client: &Client,
+    give_back: GiveBack,
+    connections: &mut Vec<UnixStream>,
+    settings: Option<MigrationSettings>,
+    patience: Duration,
+) -> Result<(), Failure> {
     let client = client.with_deadline(TIMEOUT);
     let mut stuck = None;
     if monitor::run_state(&client).await? != RunState::Postmigrate {
         client.execute(&command::migrate_cancel {}).await?;
         let _drained = stream::drain(connections);
-        match wait_for_migration_end(&client, CANCEL_PATIENCE).await {
+        match wait_for_migration_end(&client, patience).await {
             Err(failure) if failure.code == Code::TimedOut => stuck = Some(failure),
             ended => drop(ended?),
         }
@@ -73,5 +83,125 @@ pub async fn give_guest_back(
         }),
         (None, Some(settings)) => Ok(settings.put_back(&client).await?),
         (None, None) => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    use dormouse_qmp::fake::{Answer, FakeQemu, Script};
+    use serde_json::json;
+
+    use super::*;
+    use crate::error::GuestState;
+    use crate::machine::hibernate::machine::{Effect, Input, Machine, Phase};
+
+    /// Longer than the fake takes for anything, shorter than anybody waits for a test.
+    const PATIENCE: Duration = Duration::from_millis(200);
+
+    /// A QEMU whose guest was stopped and whose migration was cancelled: that ends when `ends` says so.
+    fn cancelling(ends: &Arc<AtomicBool>) -> Script {
+        let ends = Arc::clone(ends);
+        let runs = Arc::new(AtomicBool::new(false));
+        let is_told = Arc::clone(&runs);
+        let done = || Answer::returns(json!({}));
+        Script::new()
+            .on("migrate_cancel", done())
+            .on_each("query-migrate", move |_| {
+                let status = if ends.load(Ordering::Relaxed) {
+                    "cancelled"
+                } else {
+                    "cancelling"
+                };
+                Answer::returns(json!({"status": status}))
+            })
+            .on_each("cont", move |_| {
+                is_told.store(true, Ordering::Relaxed);
+                done()
+            })
+            .on_each("query-status", move |_| {
+                let running = runs.load(Ordering::Relaxed);
+                let status = if running { "running" } else { "paused" };
+                Answer::returns(json!({"status": status, "running": running}))
+            })
+            .on("closefd", Answer::fails("GenericError", "no such descriptor"))
+            .on("migrate-set-capabilities", done())
+            .on("migrate-set-parameters", done())
+    }
+
+    fn settings() -> Option<MigrationSettings> {
+        let settings = json!({
+            "capabilities": [{"capability": "multifd", "state": false}],
+            "parameters": {"max-bandwidth": 128 << 20},
+            "needed": {"max-bandwidth": 0},
+        });
+        Some(serde_json::from_value(settings).unwrap())
+    }
+
+    fn told(qemu: &FakeQemu, name: &str) -> usize {
+        qemu.received()
+            .iter()
+            .filter(|command| command.name == name)
+            .count()
+    }
+
+    #[tokio::test]
+    async fn a_cancelled_migration_that_does_not_end_keeps_no_guest_waiting_and_its_settings_come_back_later()
+    {
+        let ends = Arc::new(AtomicBool::new(false));
+        let qemu = FakeQemu::start(cancelling(&ends)).unwrap();
+        let client = Client::connect(qemu.path(), Default::default()).await.unwrap();
+        // However often it is tried.
+        for attempt in 1..=2 {
+            let mut connections = Vec::new();
+            let back =
+                give_back_within(&client, GiveBack::Running, &mut connections, settings(), PATIENCE).await;
+            let failure = back.unwrap_err();
+            assert_eq!(failure.code, Code::Operator);
+            assert!(
+                failure
+                    .message
+                    .contains("the guest is given back, but not its migration settings"),
+                "{failure}"
+            );
+            assert_eq!(monitor::run_state(&client).await.unwrap(), RunState::Running);
+            assert_eq!((told(&qemu, "migrate_cancel"), told(&qemu, "cont")), (attempt, 1));
+            assert_eq!(told(&qemu, "migrate-set-parameters"), 0, "QEMU refuses it now");
+        }
+        ends.store(true, Ordering::Relaxed);
+        give_back_within(&client, GiveBack::Running, &mut Vec::new(), settings(), PATIENCE)
+            .await
+            .unwrap();
+        assert_eq!(told(&qemu, "cont"), 1);
+        assert_eq!(
+            (
+                told(&qemu, "migrate-set-capabilities"),
+                told(&qemu, "migrate-set-parameters")
+            ),
+            (1, 1)
+        );
+    }
+
+    #[test]
+    fn a_hibernation_that_ends_like_that_says_that_it_was_cancelled_and_what_is_left_to_do() {
+        let (mut machine, _) = Machine::begin();
+        machine.step(Input::PreflightPassed { running: true });
+        machine.step(Input::Done);
+        machine.step(Input::CancelRequested);
+        assert_eq!(
+            machine.step(Input::Done),
+            Some(Effect::RollBack(GiveBack::Running))
+        );
+        let stuck =
+            Failure::new(Code::Operator, "not its migration settings").with_guest(GuestState::Running);
+        machine.step(Input::Failed(stuck));
+        assert_eq!(machine.phase(), Phase::Uncertain);
+        let failure = machine.failure().unwrap();
+        assert_eq!(failure.code, Code::Operator);
+        for words in ["cancelled on request", "not its migration settings"] {
+            assert!(failure.message.contains(words), "{failure}");
+        }
     }
 }

@@ -226,6 +226,7 @@ impl Machine {
             // What belongs to no effect under way is stray, and means nothing.
             _ if self.is_over() => None,
             Input::PreflightPassed { .. } if self.phase != Phase::Preflight => None,
+            Input::Done if self.phase == Phase::Preflight => None,
             Input::CancelRequested => {
                 self.interrupted(|| Failure::new(Code::Cancelled, "cancelled on request"))
             }

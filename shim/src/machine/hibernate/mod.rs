@@ -6,6 +6,8 @@ pub mod forecast;
 pub mod give_back;
 pub mod limits;
 pub mod machine;
+#[cfg(test)]
+mod machine_model;
 pub mod plan;
 pub mod runner;
 pub mod stream;

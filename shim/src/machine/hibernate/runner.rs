@@ -24,7 +24,7 @@ use tokio::time::Instant;
 use uuid::Uuid;
 
 use super::direct::{self, Source};
-use super::ending::end_qemu;
+use super::ending::{end_qemu, give_space_back};
 use super::give_back::give_guest_back;
 use super::limits::Watchdog;
 use super::machine::{CancelAnswer, Effect, GiveBack, Input, Machine, Phase};
@@ -48,6 +48,9 @@ const STOP_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// How long a rollback waits for storage to let go of a partial image.
 const REMOVE_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// How long QEMU may take to tell what its guest does when all is over: nobody waits for one that hangs.
+const LAST_LOOK: Duration = Duration::from_secs(5);
 
 /// How often it is looked whether the hibernation takes too long.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
@@ -86,6 +89,7 @@ pub async fn hibernate(
     );
     let (mut machine, first) = Machine::begin();
     let mut watchdog = Watchdog::new(work.request.limits, Instant::now());
+    let mut given_up_at = None;
     let mut next = Some(first);
     while let Some(effect) = next {
         told.send_modify(|told| told.phase = machine.phase());
@@ -112,6 +116,7 @@ pub async fn hibernate(
                     }
                 };
                 if machine.step(news) == Some(Effect::Interrupt) {
+                    given_up_at.get_or_insert_with(Instant::now);
                     interrupt.raise();
                 }
             }
@@ -124,7 +129,12 @@ pub async fn hibernate(
     told.send_modify(|told| told.phase = machine.phase());
     match machine.failure().cloned() {
         // Asked, not deduced: somebody else may have done something to the guest as well.
-        Some(failure) => Err(failure.with_guest(work.guest_state().await)),
+        Some(failure) => Err(Failure {
+            given_back_after: given_up_at
+                .filter(|_| machine.phase() == Phase::Failed)
+                .map(|at| work.given_back_at.unwrap_or_else(Instant::now) - at),
+            ..failure.with_guest(work.guest_state().await)
+        }),
         None => work.report(),
     }
 }
@@ -165,6 +175,7 @@ struct Work {
     /// Threads that write an image that nobody wants any more; they end when the storage lets them.
     abandoned: Option<JoinHandle<()>>,
     paused_at: Option<Instant>,
+    given_back_at: Option<Instant>,
     pause_ms: f64,
     timings_ms: Vec<(Phase, f64)>,
 }
@@ -198,6 +209,7 @@ impl Work {
             sealed: None,
             abandoned: None,
             paused_at: None,
+            given_back_at: None,
             pause_ms: 0.0,
             timings_ms: Vec::new(),
         }
@@ -446,20 +458,8 @@ impl Work {
         let plan = self.plan()?;
         self.note_anyway(Point::Sealed).await;
         end_qemu(&self.client, plan.pid, &self.request.target).await?;
-        if let Some(mut sealed) = self.sealed.take() {
-            // Space that is not given back is no reason to call a sealed image a failure.
-            let given_back = blocking(move || {
-                let run = Run {
-                    threads: WORKER_THREADS,
-                    progress: &Progress::default(),
-                    cancelled: &std::sync::atomic::AtomicBool::new(false),
-                };
-                Ok(sealed.give_back(&run)?)
-            })
-            .await;
-            if let Err(failure) = given_back {
-                tracing::warn!(%failure, "cannot give back the image's unused space");
-            }
+        if let Some(sealed) = self.sealed.take() {
+            give_space_back(sealed).await;
         }
         Ok(())
     }
@@ -472,6 +472,7 @@ impl Work {
         }
         let settings = self.settings.take();
         let given_back = give_guest_back(&self.client, give_back, &mut self.connections, settings).await;
+        self.given_back_at = Some(Instant::now());
         self.remove_partial_image().await;
         given_back
     }
@@ -496,7 +497,7 @@ impl Work {
 
     /// What the guest does now.
     async fn guest_state(&self) -> GuestState {
-        match monitor::run_state(&self.client).await {
+        match monitor::run_state(&self.client.with_deadline(LAST_LOOK)).await {
             Ok(RunState::Running) => GuestState::Running,
             Ok(_) => GuestState::Paused,
             Err(_)

@@ -4,15 +4,15 @@ use std::time::Duration;
 
 use dormouse_qmp::view::machine::RunState;
 use dormouse_qmp::{Client, ConnectOptions};
-use dormouse_storage::ImageState;
 use dormouse_storage::image::{Interrupted, Remains};
+use dormouse_storage::{ImageState, SealedImage};
 
 use super::verdict::{Doubt, Facts, Verdict};
 use super::{Outcome, Recovered};
 use crate::error::{Code, Failure, GuestState};
 use crate::journal::{Journal, Record};
 use crate::machine::effect::blocking;
-use crate::machine::hibernate::ending::end_qemu;
+use crate::machine::hibernate::ending::{end_qemu, give_space_back};
 use crate::machine::hibernate::give_back::give_guest_back;
 use crate::machine::hibernate::machine::GiveBack;
 use crate::vm::monitor;
@@ -69,14 +69,15 @@ async fn bring_to_an_end(record: &Record) -> Result<(Outcome, GuestState), Failu
     tracing::debug!(operation = %record.operation, ?facts, ?verdict, "recovering");
     match (verdict, client) {
         (Verdict::EndQemu, Some(client)) => {
-            settle(image, remains)
+            let sealed = settle(image, remains)
                 .await
                 .map_err(|failure| failure.with_guest(guest))?;
             end_qemu(&client, record.qemu.pid, &record.target).await?;
+            finish(sealed).await;
             Ok((Outcome::Hibernated, GuestState::Stopped))
         }
         (Verdict::KeepImage, _) => {
-            settle(image, remains).await?;
+            finish(settle(image, remains).await?).await;
             Ok((Outcome::Hibernated, GuestState::Stopped))
         }
         (Verdict::GiveBack { how, discard }, Some(client)) => give_back(record, image, &client, how, discard)
@@ -124,11 +125,18 @@ async fn connect(record: &Record) -> Result<Option<Client>, Failure> {
 }
 
 /// An image that is being woken, or was, is settled: its changes of state were synced.
-async fn settle(image: Interrupted, remains: Remains) -> Result<(), Failure> {
+async fn settle(image: Interrupted, remains: Remains) -> Result<Option<SealedImage>, Failure> {
     if remains != Remains::Whole(ImageState::Sealed) {
-        return Ok(());
+        return Ok(None);
     }
-    blocking(move || Ok(image.settle()?)).await
+    blocking(move || Ok(Some(image.settle()?))).await
+}
+
+/// What the hibernation would have done last.
+async fn finish(sealed: Option<SealedImage>) {
+    if let Some(sealed) = sealed {
+        give_space_back(sealed).await;
+    }
 }
 
 async fn give_back(

@@ -1,4 +1,12 @@
 //! Suspend to disk: the guest saves itself onto its own disk and powers off, asked by its agent. There is no image.
+//!
+//! # When Dormouse is killed
+//!
+//! The journal has no record of it, and `dormouse recover` nothing to do, because nothing is left halfway by us: the guest is
+//! not stopped, no setting of QEMU's is changed, and no storage is ours. Before the agent has the command nothing has
+//! happened. After it the guest goes on by itself, to its power-off or to its refusal, and QEMU ends with it whether anybody
+//! watches or not. Only a QEMU that was told to stay (`-no-shutdown`) waits for its `quit` then, in the run state `shutdown`,
+//! which is what `status` and `doctor` say of it.
 
 pub mod machine;
 pub mod runner;

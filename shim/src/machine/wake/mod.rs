@@ -1,6 +1,8 @@
 //! The wake: an image becomes a running guest, exactly once.
 
 pub mod machine;
+#[cfg(test)]
+mod machine_model;
 pub mod plan;
 pub mod runner;
 

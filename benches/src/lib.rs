@@ -26,6 +26,7 @@ pub fn manifest() -> Manifest {
     Manifest {
         created_unix_ms: 0,
         dormouse_version: String::new(),
+        operation: None,
         vm_name: "bench".into(),
         qemu: Qemu {
             version: "10.0.2".into(),
@@ -38,6 +39,7 @@ pub fn manifest() -> Manifest {
         machine: "pc".into(),
         machine_default_ram_id: None,
         cpu: None,
+        hardware: None,
         ram_blocks: vec![],
         command_line: None,
         working_directory: None,

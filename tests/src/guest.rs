@@ -33,6 +33,8 @@ pub trait Guest {
 /// What every guest is started with; the serial log is appended to, so that it outlives a QEMU.
 pub(crate) struct Body {
     pub(crate) build: QemuBuild,
+    program: PathBuf,
+    more: Vec<OsString>,
     pub(crate) ram_mib: u64,
     pub(crate) disk: PathBuf,
     serial_log: PathBuf,
@@ -43,6 +45,8 @@ impl Body {
     pub(crate) fn new(lab: &Lab, build: QemuBuild, ram_mib: u64) -> Self {
         Self {
             build,
+            program: build.program(),
+            more: Vec::new(),
             ram_mib,
             disk: lab.path("disk.img"),
             serial_log: lab.path("serial.log"),
@@ -54,7 +58,7 @@ impl Body {
         let disk = self.disk.display();
         let serial_log = self.serial_log.display();
         let monitor_socket = self.monitor_socket.display();
-        let mut line = vec![self.build.program().into_os_string()];
+        let mut line = vec![self.program.clone().into_os_string()];
         line.extend(
             [
                 "-accel".into(),
@@ -77,6 +81,7 @@ impl Body {
             .map(OsString::from),
         );
         line.extend_from_slice(more);
+        line.extend_from_slice(&self.more);
         line
     }
 
@@ -119,6 +124,16 @@ impl BootSectorGuest {
         let original = existing(laboratory().join("guest/boot_sector.img"));
         fs::copy(original, &body.disk).expect("the guest's disk can be copied");
         Self { body }
+    }
+
+    /// Has it started by another program.
+    pub fn start_by(&mut self, program: &Path) {
+        self.body.program = program.to_owned();
+    }
+
+    /// Has it started with more arguments, after all others.
+    pub fn start_with(&mut self, more: &[&str]) {
+        self.body.more.extend(more.iter().map(OsString::from));
     }
 
     /// The QEMU that runs it.

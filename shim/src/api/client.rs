@@ -14,7 +14,7 @@ use tokio::net::UnixStream;
 use tokio::time::Instant;
 use uuid::Uuid;
 
-use super::types::{Cancelled, Completed, NewOperation, Operation, Problem, Vm};
+use super::types::{Cancelled, Completed, NewOperation, Operation, Problem, Terms, Vm};
 use crate::error::{Code, Failure, sentence};
 use crate::machine::hibernate::forecast::Forecast;
 use crate::machine::hibernate::machine::CancelAnswer;
@@ -53,9 +53,12 @@ impl Supervisor {
         self.call(Method::GET, "/v1/vm/diagnosis", None::<&()>).await
     }
 
-    /// Begins an operation.
-    pub async fn begin(&self, wish: &NewOperation) -> Result<Operation, Failure> {
-        self.call(Method::POST, "/v1/operations", Some(wish)).await
+    /// Begins an operation, or joins it. May wait, as the terms have it.
+    pub async fn begin(&self, wish: &NewOperation, terms: &Terms) -> Result<Operation, Failure> {
+        let id = terms.id.map(|id| format!("id={id}&")).unwrap_or_default();
+        let (priority, patience_ms) = (terms.priority, terms.patience_ms);
+        let path = format!("/v1/operations?{id}priority={priority}&patience_ms={patience_ms}");
+        self.call(Method::POST, &path, Some(wish)).await
     }
 
     /// What an operation would take.

@@ -15,7 +15,7 @@ use tokio::net::UnixListener;
 use tokio::sync::{oneshot, watch};
 use uuid::Uuid;
 
-use super::types::{Cancelled, Completed, NewOperation, Operation, Problem, Vm};
+use super::types::{Cancelled, Completed, NewOperation, Operation, Problem, Terms, Vm};
 use crate::error::{Code, Failure};
 use crate::machine::hibernate::forecast::{Forecast, forecast};
 use crate::supervisor::{Handle, Request, hibernation};
@@ -70,11 +70,7 @@ fn router(handle: Handle) -> Router {
 }
 
 async fn vm(State(handle): State<Handle>) -> Result<Json<Vm>, Failure> {
-    let operation = handle
-        .operation
-        .borrow()
-        .as_ref()
-        .map(|operation| operation.borrow().clone());
+    let operation = handle.last_operation();
     Ok(Json(Vm {
         run_state: monitor::run_state(&handle.client).await?.to_string(),
         qemu_version: handle.client.greeting().version.to_string(),
@@ -88,17 +84,26 @@ async fn vm(State(handle): State<Handle>) -> Result<Json<Vm>, Failure> {
 }
 
 async fn diagnosis(State(handle): State<Handle>) -> Result<Json<Diagnosis>, Failure> {
-    let command_line = Some(handle.command_line.clone());
+    let machine = handle.machine();
     Ok(Json(
-        diagnose(&handle.client, command_line, handle.shape.as_ref()).await?,
+        diagnose(&handle.client, Some(machine.command_line), machine.shape.as_ref()).await?,
     ))
 }
 
-async fn begin(State(handle): State<Handle>, Json(wish): Json<NewOperation>) -> Result<Response, Failure> {
+async fn begin(
+    State(handle): State<Handle>,
+    Query(terms): Query<Terms>,
+    Json(wish): Json<NewOperation>,
+) -> Result<Response, Failure> {
     let (answer, answered) = oneshot::channel();
-    let id = ask(&handle, Request::Begin(wish, answer), answered).await?;
-    let operation = documents(&handle, id)?.borrow().clone();
-    Ok((StatusCode::CREATED, Json(operation)).into_response())
+    let begun = ask(&handle, Request::Begin(terms.of(wish), answer), answered).await?;
+    let status = if begun.joined {
+        StatusCode::OK
+    } else {
+        StatusCode::CREATED
+    };
+    let operation = begun.operation.borrow().clone();
+    Ok((status, Json(operation)).into_response())
 }
 
 async fn dry_run(
@@ -168,9 +173,8 @@ async fn ask<T>(
 }
 
 fn documents(handle: &Handle, id: Uuid) -> Result<watch::Receiver<Operation>, Failure> {
-    let current = handle.operation.borrow().clone();
-    current
-        .filter(|operation| operation.borrow().id == id)
+    handle
+        .operation(id)
         .ok_or_else(|| Failure::new(Code::Usage, format!("there is no operation {id}")))
 }
 

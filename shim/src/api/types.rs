@@ -15,6 +15,7 @@ use crate::machine::effect::milliseconds;
 use crate::machine::hibernate::machine::CancelAnswer;
 use crate::machine::volume::{VolumeProgress, Wish as VolumeWish};
 use crate::machine::{hibernate, suspend, volume, wake};
+use crate::supervisor::request_queue::{Ask, Priority};
 use crate::vm::engine::{Choice, Wish};
 use crate::vm::ram_home::Pages;
 
@@ -61,6 +62,9 @@ pub struct Woken {
     pub image: PathBuf,
     /// Its id.
     pub image_id: Uuid,
+    /// The operation that made the image.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub operation: Option<Uuid>,
     /// How RAM came back.
     pub mode: wake::Mode,
     /// From QEMU's start to a guest that runs, in milliseconds.
@@ -129,7 +133,47 @@ pub enum NewOperation {
     },
 }
 
+/// On which terms an operation is asked for. They are no part of what it does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Terms {
+    /// The operation's id, chosen by who asks: the same request again with the same id joins the operation, whether it
+    /// runs or has ended. Without one it gets a new one.
+    pub id: Option<Uuid>,
+    /// How much it matters: it has one that matters less cancelled.
+    pub priority: Priority,
+    /// How long it may wait for another one that is under way, in milliseconds.
+    pub patience_ms: u64,
+}
+
+impl Terms {
+    /// A request on these terms.
+    pub fn of(self, wish: NewOperation) -> Ask {
+        Ask {
+            id: self.id.unwrap_or_else(Uuid::new_v4),
+            priority: self.priority,
+            patience: Duration::from_millis(self.patience_ms),
+            wish,
+        }
+    }
+}
+
 impl NewOperation {
+    /// What it does, in words.
+    pub fn title(&self) -> String {
+        match self {
+            Self::Hibernate { to, .. } => format!("hibernation to {}", to.display()),
+            Self::SuspendToDisk { .. } => "suspend to disk".to_owned(),
+            Self::MoveVolumes { volumes, .. } => {
+                let to: Vec<String> = volumes
+                    .iter()
+                    .map(|volume| format!("{} to {}", volume.disk, volume.to.display()))
+                    .collect();
+                format!("move of {}", to.join(", "))
+            }
+        }
+    }
+
     /// Its kind.
     pub fn kind(&self) -> OperationKind {
         match self {
@@ -445,6 +489,7 @@ impl From<wake::Report> for Woken {
         Self {
             image: report.image,
             image_id: report.image_id,
+            operation: None,
             mode: report.mode,
             start_to_running_ms: report.start_to_running_ms,
             timings_ms: by_name(&report.timings_ms),

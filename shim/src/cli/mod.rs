@@ -20,10 +20,13 @@ use std::time::Duration;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use dormouse_storage::{ByteCount, Compression};
 use tracing_subscriber::EnvFilter;
+use uuid::Uuid;
 
 use crate::error::{Code, Failure};
 use crate::machine::wake::Mode;
+use crate::supervisor::request_queue::Priority;
 use crate::supervisor::state_dir::StateDir;
+use crate::supervisor::{Ended, ending};
 use crate::vm::engine::Wish;
 use report::Report;
 
@@ -91,6 +94,9 @@ struct Supervision {
     /// Folder on tmpfs for the guest's RAM [default: a tmpfs of its own on huge pages, else /dev/shm]
     #[arg(long, env = "DORMOUSE_RAM_DIR", value_name = "DIR")]
     ram_dir: Option<PathBuf>,
+    /// When the VM has ended, write to this file how: one line of JSON, as a container's termination message
+    #[arg(long, value_name = "FILE")]
+    termination_message: Option<PathBuf>,
 }
 
 #[derive(Debug, Args)]
@@ -144,10 +150,28 @@ struct HibernateArguments {
     #[arg(long, value_name = "TIME", value_parser = humantime::parse_duration)]
     stall_timeout: Option<Duration>,
     #[command(flatten)]
+    terms: TermArguments,
+    #[command(flatten)]
     key: KeyArguments,
     /// With --mode suspend-to-disk: the guest agent's socket [default: found by QEMU's virtio-serial ports]
     #[arg(long, value_name = "SOCKET")]
     agent: Option<PathBuf>,
+}
+
+/// On which terms an operation is asked for.
+#[derive(Debug, Args)]
+struct TermArguments {
+    /// The operation's id. The same command again with the same id joins the operation or tells how it ended, and never
+    /// does it twice
+    #[arg(long, value_name = "UUID", conflicts_with = "all")]
+    operation_id: Option<Uuid>,
+    /// How much it matters: an operation under way that matters less is cancelled, its guest given back, and then this
+    /// one begins [default: normal; with --all: high]
+    #[arg(long, value_enum, conflicts_with = "qmp")]
+    priority: Option<Priority>,
+    /// How long to wait for another operation under way [default: not at all]
+    #[arg(long, value_name = "TIME", value_parser = humantime::parse_duration)]
+    lock_timeout: Option<Duration>,
 }
 
 /// Where a guest goes.
@@ -286,6 +310,17 @@ fn byte_count(text: &str) -> Result<ByteCount, String> {
         return Err(wrong());
     }
     Ok(ByteCount(bytes as u64))
+}
+
+/// Tells how a supervised VM ended, and ends like its QEMU.
+fn conclude(ended: &Ended, supervision: &Supervision, report: &Report) -> ExitCode {
+    if let Some(path) = &supervision.termination_message
+        && let Err(error) = ending::tell_in_file(&ended.ending, path)
+    {
+        tracing::warn!(%error, path = %path.display(), "cannot write the termination message");
+    }
+    report.last_line(&ended.ending);
+    exit_like(ended.status)
 }
 
 /// The exit code of a program that is QEMU to whoever started it.

@@ -13,6 +13,7 @@ use crate::error::{Code, Failure};
 use crate::journal::{self, Found, Record};
 use crate::machine::recover::runner::recover as recover_one;
 use crate::machine::recover::{Outcome, Recovered};
+use crate::supervisor::ending::{How, LastEnding};
 use crate::supervisor::state_dir::StateDir;
 
 /// Whoever only looks at a record holds it for an instant.
@@ -59,8 +60,12 @@ pub async fn sweep(name: &str, state: &StateDir) {
             continue;
         }
         let title = title(record);
+        let record = record.clone();
         match recover_one(*journal).await {
-            Ok(recovered) => tracing::info!(outcome = ?recovered.outcome, "{title}: recovered"),
+            Ok(recovered) => {
+                note_ending(state, &record, recovered.outcome);
+                tracing::info!(outcome = ?recovered.outcome, "{title}: recovered");
+            }
             Err(failure) => tracing::warn!(%failure, "{title}: `dormouse recover` says what is to be done"),
         }
     }
@@ -149,6 +154,7 @@ async fn one(found: Found, state: &StateDir, wanted: &Wanted) -> Result<Option<R
             let recovered = recover_one(*journal)
                 .await
                 .map_err(|failure| failure.while_doing(&title(&record)))?;
+            note_ending(state, &record, recovered.outcome);
             if recovered.outcome == Outcome::Hibernated || recovered.outcome == Outcome::QemuGone {
                 free_name(state, &record).await;
             }
@@ -168,6 +174,21 @@ async fn one(found: Found, state: &StateDir, wanted: &Wanted) -> Result<Option<R
                 path.display()
             ),
         )),
+    }
+}
+
+/// Its supervisor could not write down where the guest went.
+fn note_ending(state: &StateDir, record: &Record, outcome: Outcome) {
+    if outcome != Outcome::Hibernated || record.monitor != state.monitor_socket(&record.vm_name) {
+        return;
+    }
+    let how = How::Hibernated {
+        operation: record.operation,
+        image: record.target.clone(),
+        image_id: record.image_id,
+    };
+    if let Err(error) = state.note_ending(&LastEnding::now(&record.vm_name, how)) {
+        tracing::warn!(%error, "{}: cannot write down how it ended", title(record));
     }
 }
 

@@ -43,6 +43,13 @@ impl Report {
         }
     }
 
+    /// A last line beside a guest that has the terminal's output: for programs alone.
+    pub fn last_line(&self, object: &impl Serialize) {
+        if self.json {
+            print_json(object);
+        }
+    }
+
     /// A remark beside a guest that has the terminal's output: on the error output, and only for people.
     pub fn remark(&self, text: &str) {
         if !self.json {

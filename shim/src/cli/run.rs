@@ -7,7 +7,7 @@ use std::process::ExitCode;
 use dormouse_storage::ByteCount;
 
 use super::report::Report;
-use super::{RunArguments, detach, exit_like, recover};
+use super::{RunArguments, conclude, detach, recover};
 use crate::api::types::Ram;
 use crate::error::{Code, Failure};
 use crate::signals::Signals;
@@ -47,7 +47,8 @@ pub async fn run(arguments: RunArguments, state: &StateDir, report: &Report) -> 
         woken: None,
         command_line,
     };
-    Ok(exit_like(supervise(supervised, signals).await?))
+    let ended = supervise(supervised, signals).await?;
+    Ok(conclude(&ended, &arguments.supervision, report))
 }
 
 async fn bring_up(

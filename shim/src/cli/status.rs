@@ -1,7 +1,10 @@
-//! `dormouse status`: a walk over the state directory.
+//! `dormouse status`: a walk over the state directory: VMs that live, that ended, whose hibernation was interrupted.
 
 use std::process::ExitCode;
+use std::time::{Duration, UNIX_EPOCH};
 
+use dormouse_storage::Image;
+use serde::Serialize;
 use serde_json::json;
 
 use super::StatusArguments;
@@ -10,7 +13,8 @@ use crate::api::client::Supervisor;
 use crate::api::types::{OperationKind, Vm};
 use crate::error::{Code, Failure};
 use crate::journal::{self, Found, Record};
-use crate::supervisor::state_dir::StateDir;
+use crate::supervisor::ending::{How, LastEnding};
+use crate::supervisor::state_dir::{StateDir, VmRecord};
 
 pub async fn status(
     arguments: StatusArguments,
@@ -18,16 +22,10 @@ pub async fn status(
     report: &Report,
 ) -> Result<ExitCode, Failure> {
     if let Some(name) = arguments.name {
-        let vm = Supervisor::of(state, &name).vm().await.map_err(|failure| {
-            match interrupted(state).iter().find(|record| record.vm_name == name) {
-                Some(record) => Failure {
-                    message: format!("{failure}; {}", describe_interrupted(record)),
-                    ..failure
-                },
-                None => failure,
-            }
-        })?;
-        report.result(&vm, &describe(&vm));
+        match Supervisor::of(state, &name).vm().await {
+            Ok(vm) => report.result(&vm, &describe(&vm)),
+            Err(failure) => ended(&name, failure, state, report)?,
+        }
         return Ok(ExitCode::SUCCESS);
     }
     let names = state.names().map_err(|error| {
@@ -39,6 +37,11 @@ pub async fn status(
             ),
         )
     })?;
+    for ending in state.last_endings() {
+        if !names.contains(&ending.name) {
+            tell_ending(&ending, report);
+        }
+    }
     for name in names {
         // One VM that does not answer is no reason to hide the others.
         match Supervisor::of(state, &name).vm().await {
@@ -60,6 +63,79 @@ pub async fn status(
         );
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// A VM that nobody serves: whether its hibernation was interrupted, else how it ended last.
+fn ended(name: &str, failure: Failure, state: &StateDir, report: &Report) -> Result<(), Failure> {
+    let interrupted = interrupted(state);
+    if let Some(record) = interrupted.iter().find(|record| record.vm_name == name) {
+        return Err(Failure {
+            message: format!("{failure}; {}", describe_interrupted(record)),
+            ..failure
+        });
+    }
+    let lives = VmRecord::read(&state.path().join(name)).is_some_and(|record| record.living().is_some());
+    match state.last_ending(name) {
+        Some(ending) if !lives => tell_ending(&ending, report),
+        _ => return Err(failure),
+    }
+    Ok(())
+}
+
+fn tell_ending(ending: &LastEnding, report: &Report) {
+    let image = image_now(&ending.how);
+    report.result(
+        &EndingNow {
+            ending,
+            image_now: image.as_deref(),
+        },
+        &describe_ending(ending, image.as_deref()),
+    );
+}
+
+/// An ending, and what can be seen today.
+#[derive(Serialize)]
+struct EndingNow<'a> {
+    #[serde(flatten)]
+    ending: &'a LastEnding,
+    /// The state of the image: `sealed` as long as it holds the guest.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    image_now: Option<&'a str>,
+}
+
+fn image_now(how: &How) -> Option<String> {
+    let How::Hibernated { image, image_id, .. } = how else {
+        return None;
+    };
+    Some(match Image::open(image) {
+        Ok(image) if image.id() == *image_id => image.state().to_string(),
+        Ok(_) => "replaced".to_owned(),
+        Err(_) => "not there".to_owned(),
+    })
+}
+
+fn describe_ending(ending: &LastEnding, image_now: Option<&str>) -> String {
+    let what = match &ending.how {
+        How::Hibernated { image, .. } => format!("hibernated into {}", image.display()),
+        How::SuspendedToDisk { .. } => "suspended to its own disk".to_owned(),
+        How::Stopped { reason: Some(reason) } => format!("stopped ({reason})"),
+        How::Stopped { reason: None } => "stopped".to_owned(),
+        How::Crashed {
+            signal: Some(signal), ..
+        } => format!("crashed, QEMU was ended by signal {signal}"),
+        How::Crashed {
+            exit_code: Some(code),
+            ..
+        } => format!("crashed, QEMU ended with {code}"),
+        How::Crashed { .. } => "crashed".to_owned(),
+    };
+    let at = UNIX_EPOCH + Duration::from_millis(ending.ended_unix_ms);
+    let since = match image_now {
+        None | Some("sealed") => String::new(),
+        Some(state) => format!("; that image is {state} now"),
+    };
+    let (name, at) = (&ending.name, humantime::format_rfc3339_seconds(at));
+    format!("{name}: {what} at {at}{since}")
 }
 
 /// Hibernations whose process is gone.

@@ -8,17 +8,19 @@ use clap::{Args, Subcommand, ValueEnum};
 use dormouse_qmp::{Client, ConnectOptions};
 use dormouse_storage::ByteCount;
 use serde_json::json;
+use uuid::Uuid;
 
 use super::byte_count;
 use super::hibernate::{absolute, as_ms, attend, by_supervisor, known_of};
 use super::report::Report;
 use crate::api::client::Supervisor;
-use crate::api::types::{Ending, NewOperation, OperationKind, VolumesMoved};
+use crate::api::types::{Ending, NewOperation, OperationKind, Terms, VolumesMoved};
 use crate::error::{Code, Failure};
 use crate::machine::volume::{Format, Limits, Request, Wish};
 use crate::signals::Signals;
 use crate::supervisor::operation::Prepared;
 use crate::supervisor::state_dir::StateDir;
+use crate::vm::process_identity::ProcessIdentity;
 
 #[derive(Debug, Subcommand)]
 pub enum VolumeVerb {
@@ -112,7 +114,11 @@ async fn move_volumes(
                 stall_timeout_ms: Some(as_ms(limits.stall)),
             };
             let signals = Signals::watch()?.for_several();
-            match by_supervisor(state, name, wish, signals, report).await? {
+            let terms = Terms {
+                id: Some(Uuid::new_v4()),
+                ..Terms::default()
+            };
+            match by_supervisor(state, name, (wish, terms), signals, report).await? {
                 Ending::VolumesMoved(moved) => moved,
                 Ending::Hibernated(_) | Ending::SuspendedToDisk(_) => {
                     let why = "the supervisor did something else than it was asked for";
@@ -132,6 +138,7 @@ async fn move_volumes(
                 limits,
                 monitor: absolute(socket)?,
                 operations: state.moves(),
+                machine: PathBuf::new(),
                 vm_name: String::new(),
             };
             by_ourselves(socket, request, state, report).await?
@@ -152,9 +159,29 @@ async fn by_ourselves(
     let signals = Signals::watch()?;
     state.make()?;
     let client = Client::connect(socket, ConnectOptions::default()).await?;
-    let (vm_name, _) = known_of(socket, client.peer_pid());
-    let request = Request { vm_name, ..request };
-    let prepared = Prepared::new(OperationKind::MoveVolumes);
+    state.sweep_machines();
+    let (vm_name, record) = known_of(socket, client.peer_pid());
+    let machine = match (record, client.peer_pid().and_then(ProcessIdentity::of)) {
+        // The folder of a supervisor that was killed.
+        (Some(_), _) => request.monitor.parent().map(Path::to_owned).unwrap_or_default(),
+        (None, Some(qemu)) => state.machine(qemu),
+        // Such a QEMU is refused.
+        (None, None) => PathBuf::new(),
+    };
+    if let Some(pid) = client.peer_pid().filter(|pid| state.is_interrupted(*pid)) {
+        return Err(Failure::new(
+            Code::Refused,
+            format!(
+                "an operation on the guest in process {pid} was interrupted: `dormouse recover` ends that first"
+            ),
+        ));
+    }
+    let request = Request {
+        vm_name,
+        machine,
+        ..request
+    };
+    let prepared = Prepared::new(Uuid::new_v4(), OperationKind::MoveVolumes);
     let (documents, cancel, progress) = (prepared.watch(), prepared.cancel(), report.progress());
     let work = prepared.move_volumes(client, request);
     let outcome = attend(work, documents, &cancel, signals, &progress).await;

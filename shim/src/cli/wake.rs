@@ -7,7 +7,7 @@ use rustix::process::{getpid, kill_process};
 use tokio::sync::{mpsc, watch};
 
 use super::report::Report;
-use super::{WakeArguments, detach, exit_like, recover};
+use super::{WakeArguments, conclude, detach, recover};
 use crate::api::types::{Ram, Woken as WokenDocument};
 use crate::error::{Code, Failure};
 use crate::machine::wake::machine::Phase;
@@ -57,7 +57,10 @@ pub async fn wake(arguments: WakeArguments, state: &StateDir, report: &Report) -
             return Err(failure);
         }
     };
-    let document = WokenDocument::from(woken.report);
+    let document = WokenDocument {
+        operation: woken.image.manifest().operation,
+        ..WokenDocument::from(woken.report)
+    };
     report.remark(&format!(
         "{name} is awake: {:.0} ms from QEMU's start to running ({:?})",
         document.start_to_running_ms, document.mode
@@ -79,7 +82,8 @@ pub async fn wake(arguments: WakeArguments, state: &StateDir, report: &Report) -
         woken: Some(document),
         command_line: woken.command_line,
     };
-    Ok(exit_like(supervise(supervised, signals).await?))
+    let ended = supervise(supervised, signals).await?;
+    Ok(conclude(&ended, &arguments.supervision, report))
 }
 
 /// A mapped image is the guest's memory and stays, locked, as long as the guest. A guest that was filled from its image

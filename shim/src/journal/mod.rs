@@ -86,11 +86,12 @@ pub enum Found<R = Record> {
 }
 
 impl<R: Written> Journal<R> {
-    /// Begins the journal of an operation in `folder`.
+    /// Begins the journal of an operation in `folder`. Fails with [`io::ErrorKind::AlreadyExists`] if there is a record of
+    /// that id, which belongs to somebody else or waits for its recovery.
     pub fn begin(folder: &Path, record: R) -> io::Result<Self> {
         let held = loop {
             DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
-            match write_anew(folder, &record) {
+            match write(folder, &record, Place::First) {
                 // Whoever ended the last operation took the folder away.
                 Err(error) if error.kind() == io::ErrorKind::NotFound => {}
                 written => break written?,
@@ -110,7 +111,7 @@ impl<R: Written> Journal<R> {
 
     /// Puts another record in the place of this one.
     pub fn rewrite(&mut self, record: R) -> io::Result<()> {
-        self.held = write_anew(&self.folder, &record)?;
+        self.held = write(&self.folder, &record, Place::Next)?;
         self.record = record;
         Ok(())
     }
@@ -229,8 +230,17 @@ fn name_of(folder: &Path, operation: Uuid) -> PathBuf {
     folder.join(format!("{operation}.json"))
 }
 
+/// Which record of an operation it is.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Place {
+    /// There must be none.
+    First,
+    /// It replaces the one before.
+    Next,
+}
+
 /// Puts a record in its place, locked.
-fn write_anew(folder: &Path, record: &impl Written) -> io::Result<File> {
+fn write(folder: &Path, record: &impl Written, place: Place) -> io::Result<File> {
     let new = folder.join(format!(".{}.new", record.operation()));
     let mut file = loop {
         let file = File::options()
@@ -248,7 +258,16 @@ fn write_anew(folder: &Path, record: &impl Written) -> io::Result<File> {
     };
     file.write_all(&serde_json::to_vec(record)?)?;
     file.sync_all()?;
-    fs::rename(new, name_of(folder, record.operation()))?;
+    let name = name_of(folder, record.operation());
+    match place {
+        Place::First => {
+            // A link takes no name that is taken, on any file system.
+            let linked = fs::hard_link(&new, &name);
+            fs::remove_file(&new)?;
+            linked?;
+        }
+        Place::Next => fs::rename(&new, &name)?,
+    }
     File::open(folder)?.sync_all()?;
     Ok(file)
 }
@@ -332,6 +351,34 @@ mod tests {
         held.end().unwrap();
         assert!(!folder.exists());
         assert!(find(&folder).unwrap().is_empty());
+    }
+
+    #[test]
+    fn no_record_takes_the_place_of_another_operations() {
+        let (_guard, folder) = folder();
+        let other = Record {
+            vm_name: "db".to_owned(),
+            ..record()
+        };
+        let journal = Journal::begin(&folder, record()).unwrap();
+        for _ in 0..2 {
+            let error = Journal::begin(&folder, other.clone()).unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::AlreadyExists);
+            assert_eq!(
+                fs::read_dir(&folder).unwrap().count(),
+                1,
+                "nothing is left beside it"
+            );
+        }
+        // Nor that of one that was interrupted.
+        drop(journal);
+        Journal::begin(&folder, other.clone()).unwrap_err();
+        let Some(Found::Interrupted(journal)) = find(&folder).unwrap().pop() else {
+            panic!("it is gone")
+        };
+        assert_eq!(journal.record(), &record());
+        journal.end().unwrap();
+        Journal::begin(&folder, other).unwrap();
     }
 
     #[test]

@@ -4,8 +4,8 @@
 //! runs one operation at a time, serves the VM's API, passes signals on, and ends with QEMU's own status.
 //!
 //! ```text
-//!   API clients ──► routes ──requests──► supervise ──► operation ──► QEMU
-//!                     ▲                     │  ▲            │
+//!   API clients ──► routes ──requests──► supervise ──► desk ──► operation ──► QEMU
+//!                     ▲                     │  ▲      (queue)      │
 //!                     └──────documents──────┘  └── signals, end of QEMU
 //! ```
 //!
@@ -16,10 +16,13 @@
 //!   signal cancels the operation.
 //! - It ends only after QEMU has ended and the operation under way has said how it ended.
 
+mod desk;
+pub mod ending;
 pub mod operation;
+pub mod request_queue;
 pub mod state_dir;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitStatus;
 use std::time::Duration;
 
@@ -32,19 +35,21 @@ use uuid::Uuid;
 use crate::api::routes;
 use crate::api::types::{NewOperation, Operation, Ram, Woken};
 use crate::error::{Code, Failure};
+use crate::machine::hibernate;
 use crate::machine::hibernate::limits::Limits;
 use crate::machine::hibernate::machine::CancelAnswer;
-use crate::machine::hibernate::runner::Cancel;
-use crate::machine::volume::runner::Word;
-use crate::machine::{hibernate, suspend, volume};
+use crate::machine::volume;
 use crate::signals::Signals;
 use crate::vm::process::{QemuProcess, working_directory};
+use crate::vm::process_identity::ProcessIdentity;
 use crate::vm::shape::Shape;
-use operation::Prepared;
-use state_dir::VmDirectory;
+use desk::Desk;
+use ending::LastEnding;
+use request_queue::Ask;
+use state_dir::{VmDirectory, VmRecord};
 
-/// How long a finished operation's document is kept for a watcher that has not read it, once QEMU is gone.
-const FAREWELL: Duration = Duration::from_secs(2);
+/// How long the last words of a QEMU that has ended may be on their way.
+const LAST_WORDS: Duration = Duration::from_secs(1);
 
 /// Requests from API clients that may wait.
 const REQUEST_QUEUE: usize = 16;
@@ -75,12 +80,36 @@ pub struct Supervised {
 /// What API clients ask a supervisor for.
 #[derive(Debug)]
 pub enum Request {
-    /// Begin an operation.
-    Begin(NewOperation, oneshot::Sender<Result<Uuid, Failure>>),
+    /// Begin an operation, or join it.
+    Begin(Ask, oneshot::Sender<Result<Begun, Failure>>),
     /// Cancel it.
     Cancel(Uuid, oneshot::Sender<Result<CancelAnswer, Failure>>),
     /// Let it switch the volumes that wait for this word.
     Complete(Uuid, oneshot::Sender<Result<bool, Failure>>),
+}
+
+/// All operations that are remembered, the last one last.
+pub type Documents = Vec<watch::Receiver<Operation>>;
+
+/// The answer to a request for an operation.
+#[derive(Debug)]
+pub struct Begun {
+    /// The operation, to be followed.
+    pub operation: watch::Receiver<Operation>,
+    /// Whether it was begun before, by the same request.
+    pub joined: bool,
+}
+
+impl Begun {
+    fn new(operation: watch::Receiver<Operation>) -> Self {
+        let joined = false;
+        Self { operation, joined }
+    }
+
+    fn joined(operation: watch::Receiver<Operation>) -> Self {
+        let joined = true;
+        Self { operation, joined }
+    }
 }
 
 /// What API clients hold of a supervisor.
@@ -102,23 +131,52 @@ pub struct Handle {
     pub ram: Ram,
     /// How it was woken.
     pub woken: Option<Woken>,
-    /// QEMU's command line as the user gave it.
-    pub command_line: Vec<String>,
-    /// What the machine was made of at the start.
-    pub shape: Option<Shape>,
+    /// The machine as it was started; disks may have moved since.
+    started: VmRecord,
     /// Where requests go.
     pub requests: mpsc::Sender<Request>,
-    /// The operation that runs or ran last.
-    pub operation: watch::Receiver<Option<watch::Receiver<Operation>>>,
+    /// The operations that are remembered; the last one runs or ran last.
+    pub documents: watch::Receiver<Documents>,
     /// Told the id of an ended operation once somebody has read how it ended.
     pub read: watch::Sender<Option<Uuid>>,
 }
 
-/// Supervises until QEMU has ended; returns its status. `signals` has to be watched since before QEMU's start.
-pub async fn supervise(mut supervised: Supervised, mut signals: Signals) -> Result<ExitStatus, Failure> {
+impl Handle {
+    /// What the machine is made of, as recorded: its command line and its shape, with its disks where they are now.
+    pub fn machine(&self) -> VmRecord {
+        let folder = self.monitor.parent();
+        folder
+            .and_then(VmRecord::read)
+            .unwrap_or_else(|| self.started.clone())
+    }
+
+    /// The operation of that id, if it is remembered.
+    pub fn operation(&self, id: Uuid) -> Option<watch::Receiver<Operation>> {
+        desk::find(&self.documents.borrow(), id)
+    }
+
+    /// The operation that runs or ran last.
+    pub fn last_operation(&self) -> Option<Operation> {
+        let last = self.documents.borrow().last().cloned();
+        last.map(|operation| operation.borrow().clone())
+    }
+}
+
+/// How a supervised VM ended.
+#[derive(Debug)]
+pub struct Ended {
+    /// QEMU's status.
+    pub status: ExitStatus,
+    /// What became of the guest.
+    pub ending: LastEnding,
+}
+
+/// Supervises until QEMU has ended. `signals` has to be watched since before QEMU's start.
+pub async fn supervise(mut supervised: Supervised, mut signals: Signals) -> Result<Ended, Failure> {
+    let reason = tokio::spawn(ending::shutdown_reason(supervised.qemu.client().events()));
     let (requests, mut requested) = mpsc::channel(REQUEST_QUEUE);
-    let (current, operation) = watch::channel(None);
-    let (handle, api) = match settle(&supervised, requests, operation).await {
+    let (published, documents) = watch::channel(Documents::new());
+    let (handle, api) = match settle(&supervised, requests, documents).await {
         Ok(settled) => settled,
         Err(failure) => {
             supervised.directory.keep();
@@ -129,24 +187,34 @@ pub async fn supervise(mut supervised: Supervised, mut signals: Signals) -> Resu
             });
         }
     };
-    let mut desk = Desk {
-        current,
-        running: None,
-        waiting: None,
-    };
+    let woken_from = supervised.woken.as_ref().and_then(|woken| woken.operation);
+    let mut desk = Desk::new(published, woken_from);
     let status = loop {
         tokio::select! {
             status = supervised.qemu.wait() => break status?,
-            signal = signals.next() => desk.signalled(signal, &supervised),
+            signal = signals.next() => {
+                if let Some(signal) = desk.signalled(signal) {
+                    pass_on(signal, &supervised);
+                }
+            }
             Some(request) = requested.recv() => desk.answer(request, &handle),
-            () = desk.operation_ended() => {
-                if let Some(signal) = desk.waiting.take() {
+            news = desk.news() => {
+                if let Some(signal) = desk.act(&news, &handle) {
                     pass_on(signal, &supervised);
                 }
             }
         }
     };
-    desk.wait_for_end(&handle).await;
+    desk.wait_for_end().await;
+    // What QEMU said last may be on its way still; its monitor is closed now.
+    let reason = tokio::time::timeout(LAST_WORDS, reason).await;
+    let reason = reason.ok().and_then(Result::ok).flatten();
+    let operation = handle.last_operation();
+    let ending = LastEnding::seen(&handle.name, status, reason, operation.as_ref());
+    if let Err(error) = supervised.directory.state().note_ending(&ending) {
+        tracing::warn!(%error, ?ending, "cannot write down how the VM ended");
+    }
+    desk.farewell(&handle).await;
     api.stop().await;
     let remove_image = supervised.remove_image;
     drop(supervised.directory);
@@ -154,7 +222,7 @@ pub async fn supervise(mut supervised: Supervised, mut signals: Signals) -> Resu
     if let Some(image) = supervised.image.filter(|_| remove_image) {
         remove_used_up(&image);
     }
-    Ok(status)
+    Ok(Ended { status, ending })
 }
 
 /// Removes an image whose guest was woken.
@@ -168,7 +236,7 @@ pub fn remove_used_up(image: &Image) {
 async fn settle(
     supervised: &Supervised,
     requests: mpsc::Sender<Request>,
-    operation: watch::Receiver<Option<watch::Receiver<Operation>>>,
+    documents: watch::Receiver<Documents>,
 ) -> Result<(Handle, routes::Server), Failure> {
     let pid = supervised.qemu.pid().unwrap_or_default();
     let client = supervised.qemu.client().clone();
@@ -184,6 +252,10 @@ async fn settle(
     supervised
         .directory
         .record(pid, &supervised.command_line, shape.as_ref())?;
+    supervised
+        .directory
+        .state()
+        .forget_ending(supervised.directory.name());
     let handle = Handle {
         name: supervised.directory.name().to_owned(),
         pid,
@@ -193,10 +265,13 @@ async fn settle(
         client,
         ram: supervised.ram.clone(),
         woken: supervised.woken.clone(),
-        command_line: supervised.command_line.clone(),
-        shape,
+        started: VmRecord {
+            qemu: ProcessIdentity::of(pid),
+            command_line: supervised.command_line.clone(),
+            shape,
+        },
         requests,
-        operation,
+        documents,
         read: watch::Sender::new(None),
     };
     let api = routes::Server::start(&supervised.directory.path().join("api.sock"), handle.clone())
@@ -257,8 +332,8 @@ pub fn hibernation(wish: NewOperation, handle: &Handle) -> Result<hibernate::Req
         monitor: handle.monitor.clone(),
         operations: handle.operations.clone(),
         vm_name: handle.name.clone(),
-        command_line: Some(handle.command_line.clone()),
-        shape: handle.shape.clone(),
+        command_line: Some(handle.machine().command_line),
+        shape: handle.machine().shape,
     })
 }
 
@@ -289,178 +364,9 @@ fn volume_move(wish: NewOperation, handle: &Handle) -> Result<volume::Request, F
         },
         monitor: handle.monitor.clone(),
         operations: handle.moves.clone(),
+        machine: handle.monitor.parent().map(Path::to_owned).unwrap_or_default(),
         vm_name: handle.name.clone(),
     })
-}
-
-/// Where operations are begun and cancelled: one at a time.
-struct Desk {
-    current: watch::Sender<Option<watch::Receiver<Operation>>>,
-    running: Option<Running>,
-    /// A signal for QEMU that waits for the operation's end.
-    waiting: Option<Signal>,
-}
-
-struct Running {
-    task: tokio::task::JoinHandle<()>,
-    cancel: mpsc::Sender<Cancel>,
-    word: mpsc::Sender<Word>,
-}
-
-impl Desk {
-    fn signalled(&mut self, signal: Signal, supervised: &Supervised) {
-        match &self.running {
-            None => pass_on(signal, supervised),
-            Some(_) if self.waiting.is_none() => {
-                tracing::warn!(
-                    ?signal,
-                    "an operation is under way; the signal waits for its end, a second one cancels it"
-                );
-                self.waiting = Some(signal);
-            }
-            Some(running) => {
-                let (tell, _) = oneshot::channel();
-                // A full queue holds cancels already.
-                let _ = running.cancel.try_send(tell);
-            }
-        }
-    }
-
-    fn answer(&mut self, request: Request, handle: &Handle) {
-        match request {
-            // Whoever asked may be gone by now; the operation goes on, as it would after an answer.
-            Request::Begin(wish, answer) => drop(answer.send(self.begin(wish, handle))),
-            Request::Cancel(id, answer) => self.cancel(id, answer),
-            Request::Complete(id, answer) => self.complete(id, answer),
-        }
-    }
-
-    fn begin(&mut self, wish: NewOperation, handle: &Handle) -> Result<Uuid, Failure> {
-        if self.running.is_some() {
-            return Err(Failure::new(Code::Refused, "another operation is under way"));
-        }
-        let client = handle.client.clone();
-        let prepared = Prepared::new(wish.kind());
-        let (documents, cancel, word) = (prepared.watch(), prepared.cancel(), prepared.word());
-        let id = documents.borrow().id;
-        let task = match wish {
-            NewOperation::Hibernate { .. } => {
-                let request = hibernation(wish, handle)?;
-                tokio::spawn(async move {
-                    match prepared.hibernate(client, request).await {
-                        Ok(report) => tracing::info!(image = %report.image.display(), "hibernated"),
-                        Err(failure) => {
-                            tracing::warn!(code = ?failure.code, guest = ?failure.guest, %failure, "not hibernated")
-                        }
-                    }
-                })
-            }
-            NewOperation::SuspendToDisk { agent, limit_ms } => {
-                let request = suspend::Request {
-                    agent: agent.map(absolute).transpose()?,
-                    limit: Duration::from_millis(limit_ms),
-                };
-                tokio::spawn(async move {
-                    match prepared.suspend_to_disk(client, request).await {
-                        Ok(report) => tracing::info!(agent = %report.agent.display(), "suspended to disk"),
-                        Err(failure) => {
-                            tracing::warn!(code = ?failure.code, guest = ?failure.guest, %failure, "not suspended")
-                        }
-                    }
-                })
-            }
-            NewOperation::MoveVolumes { .. } => {
-                let request = volume_move(wish, handle)?;
-                tokio::spawn(async move {
-                    match prepared.move_volumes(client, request).await {
-                        Ok(report) => tracing::info!(volumes = report.volumes.len(), "volumes moved"),
-                        Err(failure) => {
-                            tracing::warn!(code = ?failure.code, guest = ?failure.guest, %failure, "volumes not moved")
-                        }
-                    }
-                })
-            }
-        };
-        self.running = Some(Running { task, cancel, word });
-        self.current.send_replace(Some(documents));
-        Ok(id)
-    }
-
-    fn cancel(&self, id: Uuid, answer: oneshot::Sender<Result<CancelAnswer, Failure>>) {
-        let is_current = self
-            .current
-            .borrow()
-            .as_ref()
-            .is_some_and(|operation| operation.borrow().id == id);
-        let refusal = match &self.running {
-            Some(running) if is_current => {
-                let cancel = running.cancel.clone();
-                tokio::spawn(async move {
-                    let (tell, told) = oneshot::channel();
-                    let answered = match cancel.send(tell).await {
-                        Ok(()) => told.await.unwrap_or(CancelAnswer::AlreadyEnding),
-                        Err(_) => CancelAnswer::AlreadyEnding,
-                    };
-                    let _ = answer.send(Ok(answered));
-                });
-                return;
-            }
-            _ => Failure::new(Code::Refused, format!("no operation {id} is under way")),
-        };
-        let _ = answer.send(Err(refusal));
-    }
-
-    fn complete(&self, id: Uuid, answer: oneshot::Sender<Result<bool, Failure>>) {
-        let is_current = self
-            .current
-            .borrow()
-            .as_ref()
-            .is_some_and(|operation| operation.borrow().id == id);
-        let refusal = || Failure::new(Code::Refused, format!("no operation {id} is under way"));
-        let Some(running) = self.running.as_ref().filter(|_| is_current) else {
-            let _ = answer.send(Err(refusal()));
-            return;
-        };
-        let word = running.word.clone();
-        tokio::spawn(async move {
-            let (tell, told) = oneshot::channel();
-            let waited_for = match word.send(tell).await {
-                Ok(()) => told.await.unwrap_or(false),
-                Err(_) => false,
-            };
-            let _ = answer.send(Ok(waited_for));
-        });
-    }
-
-    /// Resolves when the operation under way has ended; never when there is none.
-    async fn operation_ended(&mut self) {
-        match &mut self.running {
-            Some(running) => {
-                if let Err(error) = (&mut running.task).await {
-                    tracing::error!(%error, "an operation ended in panic");
-                }
-                self.running = None;
-            }
-            None => std::future::pending().await,
-        }
-    }
-
-    /// After QEMU's end: lets the operation come to its own, and a watcher read how it ended.
-    async fn wait_for_end(&mut self, handle: &Handle) {
-        if self.running.is_some() {
-            self.operation_ended().await;
-        }
-        let id = self
-            .current
-            .borrow()
-            .as_ref()
-            .map(|operation| operation.borrow().id);
-        if id.is_some() {
-            let mut read = handle.read.subscribe();
-            // A watcher that went away reads nothing; the limit is for that.
-            let _ = tokio::time::timeout(FAREWELL, read.wait_for(|read| *read == id)).await;
-        }
-    }
 }
 
 /// A path in a request is taken as it is: the supervisor's working directory is none of a client's business.

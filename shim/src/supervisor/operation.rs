@@ -32,11 +32,11 @@ pub struct Prepared {
 
 impl Prepared {
     /// A new operation, not begun.
-    pub fn new(kind: OperationKind) -> Self {
+    pub fn new(id: Uuid, kind: OperationKind) -> Self {
         let (cancel, cancels) = mpsc::channel(CANCEL_QUEUE);
         let (go_on, words) = mpsc::channel(CANCEL_QUEUE);
         let document = watch::Sender::new(Operation {
-            id: Uuid::new_v4(),
+            id,
             kind,
             version: 1,
             phase: word(hibernate::machine::Phase::Preflight),

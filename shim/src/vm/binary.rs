@@ -45,6 +45,20 @@ impl Binary {
         })
     }
 
+    /// The binary has to have this very machine type.
+    pub fn check_knows(&self, machine: &str) -> Result<(), Failure> {
+        if self.machines.iter().any(|known| known.name == machine) {
+            return Ok(());
+        }
+        Err(Failure::new(
+            Code::Refused,
+            format!(
+                "QEMU {} does not know the machine type {machine} that the guest was saved on",
+                self.qemu.version
+            ),
+        ))
+    }
+
     /// The name of main RAM's block on the machine type that `line` asks for.
     pub fn main_ram_name(&self, line: &CommandLine) -> Result<String, Failure> {
         let wanted = line.machine();

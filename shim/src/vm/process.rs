@@ -16,6 +16,7 @@ use tokio::time::Instant;
 
 use super::command_line::CommandLine;
 use super::file_identity::FileIdentity;
+use super::last_words::LastWords;
 use crate::error::{Code, Failure, GuestState};
 
 /// How long QEMU may take from its start to a monitor that greets. Slow disks, large preallocated RAM and devices whose
@@ -29,6 +30,7 @@ const POLL: Duration = Duration::from_millis(1);
 #[derive(Debug)]
 pub struct StartingQemu {
     child: Option<Child>,
+    words: Option<LastWords>,
     program: String,
     socket: PathBuf,
 }
@@ -38,6 +40,7 @@ pub struct StartingQemu {
 #[derive(Debug)]
 pub struct QemuProcess {
     child: Child,
+    words: Option<LastWords>,
     client: Client,
 }
 
@@ -81,24 +84,34 @@ impl StartingQemu {
         let client = match &mut self.child {
             Some(child) => tokio::select! {
                 client = connect(&self.socket) => client,
-                status = child.wait() => Err(ended(&self.program, &match status {
-                    Ok(status) => status.to_string(),
-                    Err(error) => error.to_string(),
-                })),
+                status = child.wait() => {
+                    let how = match status {
+                        Ok(status) => status.to_string(),
+                        Err(error) => error.to_string(),
+                    };
+                    let words = told(&mut self.words).await;
+                    Err(ended(&self.program, &format!("({how}): {words}")))
+                },
             },
             None => Err(ended(&self.program, "before it was waited for")),
         }?;
         match self.child.take() {
-            Some(child) => Ok(QemuProcess { child, client }),
+            Some(child) => Ok(QemuProcess {
+                child,
+                words: self.words.take(),
+                client,
+            }),
             None => Err(ended(&self.program, "while it was waited for")),
         }
     }
 
     fn start(mut command: Command, program: &str, socket: &Path) -> Result<Self, Failure> {
-        let child = command
+        let mut child = command
+            .stderr(Stdio::piped())
             .spawn()
             .map_err(|error| Failure::new(Code::Usage, format!("cannot start {program}: {error}")))?;
         Ok(Self {
+            words: child.stderr.take().map(LastWords::of),
             child: Some(child),
             program: program.to_owned(),
             socket: socket.to_owned(),
@@ -134,6 +147,11 @@ impl QemuProcess {
             .map_err(|error| Failure::new(Code::Internal, format!("cannot wait for QEMU: {error}")))
     }
 
+    /// What QEMU said last on its error output. For a QEMU that has ended.
+    pub async fn last_words(&mut self) -> String {
+        told(&mut self.words).await
+    }
+
     /// Kills QEMU.
     pub async fn kill(&mut self) -> Result<(), Failure> {
         self.child
@@ -144,11 +162,14 @@ impl QemuProcess {
 }
 
 fn ended(program: &str, how: &str) -> Failure {
-    Failure::new(
-        Code::Refused,
-        format!("{program} ended at its start ({how}); it says why above"),
-    )
-    .with_guest(GuestState::Stopped)
+    Failure::new(Code::Refused, format!("{program} ended at its start {how}")).with_guest(GuestState::Stopped)
+}
+
+async fn told(words: &mut Option<LastWords>) -> String {
+    match words {
+        Some(words) => words.told().await,
+        None => "what it said was not heard".to_owned(),
+    }
 }
 
 fn command(line: &CommandLine, socket: &Path) -> Result<Command, Failure> {

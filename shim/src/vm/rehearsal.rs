@@ -9,12 +9,12 @@ use std::path::Path;
 
 use dormouse_qmp::command;
 use dormouse_qmp::view::machine::{HumanReadableText, MachineInfo, MemoryBackend};
-use dormouse_storage::image::manifest::{Disk, Qemu};
+use dormouse_storage::image::manifest::{Disk, Hardware, Qemu};
 use dormouse_storage::{BlockSize, ByteCount};
 
 use super::command_line::CommandLine;
 use super::process::StartingQemu;
-use super::{binary, disks};
+use super::{binary, disks, hardware};
 use crate::error::{Code, Failure};
 
 /// What was seen.
@@ -28,6 +28,8 @@ pub struct Rehearsal {
     pub blocks: Vec<BlockSize>,
     /// Those of them that a memory backend stands behind.
     pub backed: Vec<String>,
+    /// All else that the machine is made of.
+    pub hardware: Hardware,
     /// The disks.
     pub disks: Vec<Disk>,
 }
@@ -76,6 +78,7 @@ impl Rehearsal {
         let seen = Self {
             qemu: binary::describe(&client, line.program()).await?,
             main_ram,
+            hardware: hardware::of(&client).await?,
             disks: disks::present(&client, directory).await?,
             blocks,
             backed,

@@ -42,6 +42,11 @@ impl Shape {
         Ok(Self { devices, disks })
     }
 
+    /// The same machine with another file in one of its drives.
+    pub fn set_disk(&mut self, label: String, file: String) {
+        self.disks.insert(label, file);
+    }
+
     /// How the shape `now` differs, in words that name what to undo.
     pub fn changes(&self, now: &Self) -> Vec<String> {
         let gone = missing(&self.devices, &now.devices)
@@ -92,7 +97,8 @@ pub async fn visible_changes(client: &Client, line: &CommandLine) -> Result<Vec<
     Ok(changes)
 }
 
-async fn children(client: &Client, folder: &str) -> Result<BTreeMap<String, String>, Failure> {
+/// The objects in a folder of QEMU's object tree, with their types.
+pub(super) async fn children(client: &Client, folder: &str) -> Result<BTreeMap<String, String>, Failure> {
     let members = client
         .execute(&command::qom_list {
             path: folder.to_owned(),

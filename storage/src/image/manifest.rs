@@ -9,6 +9,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
+use uuid::Uuid;
 
 use crate::ByteCount;
 
@@ -22,6 +23,9 @@ pub struct Manifest {
     pub created_unix_ms: u64,
     /// Version of Dormouse that wrote the image.
     pub dormouse_version: String,
+    /// The operation that made the image, by which a command that is repeated finds it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub operation: Option<Uuid>,
     /// Name of the guest.
     pub vm_name: String,
     /// The QEMU that the guest ran on.
@@ -33,6 +37,9 @@ pub struct Manifest {
     pub machine_default_ram_id: Option<String>,
     /// CPU model as it was given (`-cpu`), if it was.
     pub cpu: Option<String>,
+    /// What the machine was made of, as QEMU told it; images of earlier versions do not say.
+    #[serde(default)]
+    pub hardware: Option<Hardware>,
     /// RAM blocks of the guest.
     pub ram_blocks: Vec<RamBlock>,
     /// QEMU's arguments as the user gave them, program first, where they were visible.
@@ -82,6 +89,78 @@ pub struct BinaryFingerprint {
     pub size_bytes: u64,
     /// Time of its last change, in nanoseconds since 1970 UTC.
     pub mtime_ns: i64,
+}
+
+/// What a machine is made of, whatever command line made it.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Hardware {
+    /// Its CPUs.
+    #[serde(default)]
+    pub cpus: Cpus,
+    /// Devices that the command line made, in QEMU's order.
+    #[serde(default)]
+    pub devices: Vec<Device>,
+    /// What lies on the first PCI bus, by address (`03.0`): the vendor's and the device's number
+    /// (`8086:100e`).
+    #[serde(default)]
+    pub pci_functions: BTreeMap<String, String>,
+}
+
+/// The CPUs of a machine, which are all of one kind.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Cpus {
+    /// How many there are.
+    #[serde(default)]
+    pub count: usize,
+    /// QEMU's type of them (`qemu64-x86_64-cpu`).
+    #[serde(default)]
+    pub kind: Option<String>,
+    /// Their features, as the guest sees them by CPUID; words without any are left out.
+    #[serde(default)]
+    pub features: Vec<FeatureWord>,
+}
+
+/// One register's worth of CPU features.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FeatureWord {
+    /// CPUID leaf (EAX on input).
+    pub leaf: u32,
+    /// CPUID subleaf (ECX on input), where the leaf has some.
+    #[serde(default)]
+    pub subleaf: Option<u32>,
+    /// The register that they come back in.
+    pub register: CpuidRegister,
+    /// The features that are there.
+    pub bits: u32,
+}
+
+/// A register that CPUID answers in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[allow(missing_docs, reason = "the names are the processor's")]
+pub enum CpuidRegister {
+    #[serde(rename = "EAX")]
+    Eax,
+    #[serde(rename = "EBX")]
+    Ebx,
+    #[serde(rename = "ECX")]
+    Ecx,
+    #[serde(rename = "EDX")]
+    Edx,
+}
+
+/// A device that the command line made.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Device {
+    /// Its id; QEMU's own number for it (`device[0]`) where it has none.
+    pub name: String,
+    /// QEMU's type of it (`virtio-net-pci`).
+    pub kind: String,
+    /// The bus that it is on (`pci.0`).
+    #[serde(default)]
+    pub bus: Option<String>,
+    /// Its place on a PCI bus (`03.0`).
+    #[serde(default)]
+    pub address: Option<String>,
 }
 
 /// One RAM block of the guest.

@@ -22,7 +22,7 @@ use tokio::task::JoinSet;
 
 use super::super::HibernateArguments;
 use super::super::report::Report;
-use super::{by_supervisor, hibernated, wish, with_hint};
+use super::{by_supervisor, hibernated, terms, wish, with_hint};
 use crate::api::client::Supervisor;
 use crate::api::types::Hibernated;
 use crate::error::{Code, Failure};
@@ -68,7 +68,7 @@ pub async fn hibernate_all(
         while under_way.len() < parallel
             && let Some((name, target)) = waiting.pop_front()
         {
-            let wish = wish(target, arguments, image);
+            let wish = (wish(target, arguments, image), terms(arguments));
             let (state, signals, report) = (state.clone(), signals.clone(), report.of_vm(&name));
             under_way.spawn(async move {
                 let ended = by_supervisor(&state, &name, wish, signals, &report).await;

@@ -2,6 +2,7 @@
 
 mod all;
 mod dry_run;
+mod settled;
 mod suspend;
 
 use std::path::{Path, PathBuf};
@@ -11,19 +12,23 @@ use std::time::Duration;
 use dormouse_qmp::{Client, ConnectOptions};
 use dormouse_storage::ByteCount;
 use tokio::sync::{mpsc, oneshot, watch};
+use uuid::Uuid;
 
 use super::report::{Progress, Report};
 use super::{HibernateArguments, HibernateMode};
 use crate::api::client::Supervisor;
-use crate::api::types::{Ending, Hibernated, Key, NewOperation, Operation, OperationKind};
+use crate::api::types::{Ending, Hibernated, Key, NewOperation, Operation, OperationKind, Terms};
 use crate::error::{Code, Failure};
 use crate::machine::hibernate::limits::Limits;
 use crate::machine::hibernate::machine::CancelAnswer;
 use crate::machine::hibernate::runner::Cancel;
 use crate::machine::hibernate::{ImageWish, Request};
 use crate::signals::Signals;
+use crate::supervisor::ending::{How, LastEnding};
 use crate::supervisor::operation::Prepared;
+use crate::supervisor::request_queue::Priority;
 use crate::supervisor::state_dir::{StateDir, VmRecord};
+use crate::vm::process_identity::ProcessIdentity;
 
 pub async fn hibernate(
     arguments: HibernateArguments,
@@ -61,7 +66,7 @@ pub async fn hibernate(
         (Some(name), _) => {
             let wish = wish(to, &arguments, &image);
             let signals = Signals::watch()?.for_several();
-            by_supervisor(state, name, wish, signals, report)
+            by_supervisor(state, name, (wish, terms(&arguments)), signals, report)
                 .await
                 .and_then(hibernated)
         }
@@ -121,29 +126,56 @@ pub(super) fn as_ms(time: Duration) -> u64 {
     u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }
 
+/// On which terms it is asked for. Each operation gets its id here, so that it can be cancelled while it waits.
+fn terms(arguments: &HibernateArguments) -> Terms {
+    let given = &arguments.terms;
+    let usual = if arguments.all {
+        Priority::High
+    } else {
+        Priority::Normal
+    };
+    Terms {
+        id: Some(operation_id(arguments)),
+        priority: given.priority.unwrap_or(usual),
+        patience_ms: given.lock_timeout.map(as_ms).unwrap_or_default(),
+    }
+}
+
+fn operation_id(arguments: &HibernateArguments) -> Uuid {
+    arguments.terms.operation_id.unwrap_or_else(Uuid::new_v4)
+}
+
 /// The supervisor works; we watch, and pass on a Ctrl-C, which is a change in `signals`.
 pub(super) async fn by_supervisor(
     state: &StateDir,
     name: &str,
-    wish: NewOperation,
+    wish: (NewOperation, Terms),
     signals: watch::Receiver<()>,
     report: &Report,
 ) -> Result<Ending, Failure> {
     let supervisor = Supervisor::of(state, name);
     let progress = report.progress();
-    let outcome = follow(&supervisor, wish, signals, &progress, report).await;
+    let outcome = follow(&supervisor, &wish, signals, &progress, report).await;
     progress.finish();
-    outcome.map_err(|failure| with_hint(failure, state, name))
+    match outcome {
+        // There is nobody to ask any more, or nobody yet.
+        Err(failure) if failure.code == Code::Unreachable => {
+            let id = wish.1.id.unwrap_or_default();
+            settled::settled(state, Some(name), &wish.0, id)
+                .unwrap_or_else(|| Err(with_hint(failure, state, name)))
+        }
+        outcome => outcome,
+    }
 }
 
 async fn follow(
     supervisor: &Supervisor,
-    wish: NewOperation,
+    (wish, terms): &(NewOperation, Terms),
     mut signals: watch::Receiver<()>,
     progress: &Progress,
     report: &Report,
 ) -> Result<Ending, Failure> {
-    let mut operation = supervisor.begin(&wish).await?;
+    let mut operation = begin(supervisor, wish, terms, &mut signals).await?;
     let id = operation.id;
     loop {
         match (&operation.result, &operation.error) {
@@ -184,6 +216,34 @@ async fn follow(
     }
 }
 
+/// A request may wait for another operation; meanwhile a Ctrl-C takes it back.
+async fn begin(
+    supervisor: &Supervisor,
+    wish: &NewOperation,
+    terms: &Terms,
+    signals: &mut watch::Receiver<()>,
+) -> Result<Operation, Failure> {
+    let mut begun = std::pin::pin!(supervisor.begin(wish, terms));
+    let mut is_wanted = true;
+    loop {
+        tokio::select! {
+            begun = &mut begun => {
+                if let (Ok(operation), false) = (&begun, is_wanted) {
+                    // The cancel came before the request. What comes of it shows in the operation's document.
+                    let _ = supervisor.cancel(operation.id).await;
+                }
+                return begun;
+            }
+            Ok(()) = signals.changed() => {
+                is_wanted = false;
+                if let Some(id) = terms.id {
+                    let _ = supervisor.cancel(id).await;
+                }
+            }
+        }
+    }
+}
+
 /// A guest can outlive its supervisor; then it is reached in another way.
 fn with_hint(failure: Failure, state: &StateDir, name: &str) -> Failure {
     let socket = state.monitor_socket(name);
@@ -194,7 +254,7 @@ fn with_hint(failure: Failure, state: &StateDir, name: &str) -> Failure {
     match (failure.code, qemu) {
         (Code::Unreachable, Some(pid)) => {
             let way = if state.is_interrupted(pid) {
-                format!("a hibernation of it was interrupted: `dormouse recover {name}` ends that first")
+                format!("an operation on it was interrupted: `dormouse recover {name}` ends that first")
             } else {
                 format!("reach it with --qmp {}", socket.display())
             };
@@ -216,12 +276,37 @@ async fn by_ourselves(
     (state, progress): (&StateDir, &Progress),
 ) -> Result<Hibernated, Failure> {
     let signals = Signals::watch()?;
+    let id = operation_id(arguments);
+    if let Some(settled) = settled::settled(state, None, &wish(target.clone(), arguments, &image), id) {
+        return hibernated(settled?);
+    }
     let (client, request) = attach(socket, target, arguments, image, state).await?;
-    let prepared = Prepared::new(OperationKind::Hibernate);
+    let name = (request.monitor == state.monitor_socket(&request.vm_name)).then(|| request.vm_name.clone());
+    let prepared = Prepared::new(id, OperationKind::Hibernate);
     let (documents, cancel) = (prepared.watch(), prepared.cancel());
     let work = prepared.hibernate(client, request);
     let outcome = attend(work, documents, &cancel, signals, progress).await;
-    outcome.map(Hibernated::from)
+    let hibernated = outcome.map(Hibernated::from)?;
+    if let Some(name) = name {
+        note_ending(state, &name, id, &hibernated);
+    }
+    Ok(hibernated)
+}
+
+/// A guest whose supervisor was killed had nobody else to write down how it ended.
+fn note_ending(state: &StateDir, name: &str, operation: Uuid, hibernated: &Hibernated) {
+    let how = How::Hibernated {
+        operation,
+        image: hibernated.image.clone(),
+        image_id: hibernated.image_id,
+    };
+    let ending = LastEnding {
+        result: Some(Ending::Hibernated(Box::new(hibernated.clone()))),
+        ..LastEnding::now(name, how)
+    };
+    if let Err(error) = state.note_ending(&ending) {
+        tracing::warn!(%error, name, "cannot write down how the VM ended");
+    }
 }
 
 /// Connects to a monitor that is free; what is asked for of the guest behind it.
@@ -236,6 +321,12 @@ async fn attach(
     state.make()?;
     let client = Client::connect(socket, ConnectOptions::default()).await?;
     let (vm_name, record) = known_of(socket, client.peer_pid());
+    // The command line that its process shows names the disks that it was started with.
+    let foreign = || {
+        let qemu = client.peer_pid().and_then(ProcessIdentity::of)?;
+        VmRecord::read(&state.machine(qemu))
+    };
+    let record = record.or_else(foreign);
     let (command_line, shape) = record.map(|record| (record.command_line, record.shape)).unzip();
     let request = Request {
         target,

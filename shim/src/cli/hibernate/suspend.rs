@@ -10,7 +10,7 @@ use dormouse_storage::Compression;
 
 use super::super::HibernateArguments;
 use super::super::report::Report;
-use super::{absolute, as_ms, attend, by_supervisor};
+use super::{absolute, as_ms, attend, by_supervisor, operation_id, terms};
 use crate::api::types::{Ending, NewOperation, OperationKind, SuspendedToDisk};
 use crate::error::{Code, Failure};
 use crate::machine::suspend::Request;
@@ -45,7 +45,7 @@ pub async fn suspend_to_disk(
                 limit_ms: as_ms(request.limit),
             };
             let signals = Signals::watch()?.for_several();
-            match by_supervisor(state, name, wish, signals, report).await? {
+            match by_supervisor(state, name, (wish, terms(arguments)), signals, report).await? {
                 Ending::SuspendedToDisk(suspended) => suspended,
                 Ending::Hibernated(_) | Ending::VolumesMoved(_) => {
                     let why = "the supervisor did something else than it was asked for";
@@ -53,7 +53,7 @@ pub async fn suspend_to_disk(
                 }
             }
         }
-        (None, Some(socket)) => by_ourselves(socket, request, report).await?,
+        (None, Some(socket)) => by_ourselves(socket, arguments, request, report).await?,
         (None, None) => return Err(Failure::new(Code::Usage, "name a VM, or a monitor with --qmp")),
     };
     report.result(&suspended, &describe(&suspended));
@@ -61,10 +61,15 @@ pub async fn suspend_to_disk(
 }
 
 /// Takes the monitor for one operation.
-async fn by_ourselves(socket: &Path, request: Request, report: &Report) -> Result<SuspendedToDisk, Failure> {
+async fn by_ourselves(
+    socket: &Path,
+    arguments: &HibernateArguments,
+    request: Request,
+    report: &Report,
+) -> Result<SuspendedToDisk, Failure> {
     let signals = Signals::watch()?;
     let client = Client::connect(socket, ConnectOptions::default()).await?;
-    let prepared = Prepared::new(OperationKind::SuspendToDisk);
+    let prepared = Prepared::new(operation_id(arguments), OperationKind::SuspendToDisk);
     let (documents, cancel, progress) = (prepared.watch(), prepared.cancel(), report.progress());
     let work = prepared.suspend_to_disk(client, request);
     let outcome = attend(work, documents, &cancel, signals, &progress).await;

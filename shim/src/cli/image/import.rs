@@ -6,7 +6,9 @@ use std::time::UNIX_EPOCH;
 
 use clap::Args;
 use dormouse_storage::exchange::{Imported, Source, StreamCompression};
-use dormouse_storage::image::manifest::{Backend, Disk, Guest, GuestState, Manifest, Qemu, RamBlock};
+use dormouse_storage::image::manifest::{
+    Backend, Disk, Guest, GuestState, Hardware, Manifest, Qemu, RamBlock,
+};
 use dormouse_storage::{ByteCount, Compression, CreateOptions, Image};
 use serde_json::json;
 
@@ -51,6 +53,7 @@ struct Start {
     directory: Option<PathBuf>,
     qemu: Qemu,
     cpu: Option<String>,
+    hardware: Option<Hardware>,
     main_ram: Option<String>,
     backed: Vec<String>,
     disks: Vec<Disk>,
@@ -167,6 +170,7 @@ impl Start {
                 memory_backend_rom: false,
             },
             cpu: None,
+            hardware: None,
             backed: main_ram.iter().cloned().collect(),
             main_ram,
             disks: domain.map(libvirt_disks).unwrap_or_default(),
@@ -203,6 +207,7 @@ impl Start {
             cpu: line.cpu().map(str::to_owned),
             command_line: Some(command_line),
             directory: Some(directory),
+            hardware: Some(seen.hardware),
             qemu: seen.qemu,
             main_ram: seen.main_ram,
             backed: seen.backed,
@@ -216,11 +221,13 @@ fn manifest(source: &Source, name: &str, start: Start) -> Manifest {
     Manifest {
         created_unix_ms: u64::try_from(saved.as_millis()).unwrap_or(u64::MAX),
         dormouse_version: env!("CARGO_PKG_VERSION").to_owned(),
+        operation: None,
         vm_name: name.to_owned(),
         qemu: start.qemu,
         machine: source.machine().to_owned(),
         machine_default_ram_id: start.main_ram,
         cpu: start.cpu,
+        hardware: start.hardware,
         ram_blocks: source
             .blocks()
             .iter()

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use dormouse_qmp::view::machine::RunState;
 use dormouse_qmp::{Client, CommandError, command};
-use dormouse_storage::image::manifest::{Disk, Qemu};
+use dormouse_storage::image::manifest::{Disk, Hardware, Qemu};
 use dormouse_storage::{ByteCount, Layout, Recording};
 use serde_json::Value;
 
@@ -15,7 +15,7 @@ use crate::error::{Code, Failure, GuestState, sentence};
 use crate::vm::command_line::CommandLine;
 use crate::vm::engine::{self, Choice, Facts, Wish};
 use crate::vm::memory::{DEVICE_STATE_BOUND, Memory};
-use crate::vm::{binary, blockers, disks, monitor, process};
+use crate::vm::{binary, blockers, disks, hardware, monitor, process};
 
 /// A hibernation that can be tried.
 #[derive(Debug)]
@@ -40,6 +40,8 @@ pub struct Plan {
     pub command_line: Vec<String>,
     /// The CPU, as given.
     pub cpu: Option<String>,
+    /// What the machine is made of.
+    pub hardware: Hardware,
     /// What the QEMU that runs is and can do.
     pub qemu: Qemu,
 }
@@ -142,6 +144,7 @@ async fn examine(client: &Client, request: &Request, running: bool) -> Result<Pl
         machine: machine.strip_suffix("-machine").unwrap_or(&machine).to_owned(),
         main_ram: main_ram.and_then(|path| path.strip_prefix("/objects/").map(str::to_owned)),
         cpu: line.cpu().map(str::to_owned),
+        hardware: hardware::of(client).await?,
         qemu: binary::describe(client, line.program()).await?,
         command_line,
     })

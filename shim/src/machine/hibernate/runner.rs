@@ -589,11 +589,13 @@ impl Work {
                 .map(|since| u64::try_from(since.as_millis()).unwrap_or(u64::MAX))
                 .unwrap_or_default(),
             dormouse_version: env!("CARGO_PKG_VERSION").to_owned(),
+            operation: Some(self.operation),
             vm_name: self.request.vm_name.clone(),
             qemu: plan.qemu.clone(),
             machine: plan.machine.clone(),
             machine_default_ram_id: plan.main_ram.clone(),
             cpu: plan.cpu.clone(),
+            hardware: Some(plan.hardware.clone()),
             ram_blocks: plan
                 .memory
                 .blocks
@@ -646,6 +648,12 @@ impl Work {
 }
 
 fn unwritten(error: &io::Error) -> Failure {
+    if error.kind() == io::ErrorKind::AlreadyExists {
+        return Failure::new(
+            Code::Refused,
+            "an operation of that id is under way elsewhere, or was interrupted (`dormouse recover` ends it)",
+        );
+    }
     Failure::new(
         Code::StorageIo,
         format!("cannot write the operation's record in the state directory: {error}"),

@@ -9,6 +9,7 @@ pub mod mirror;
 pub mod nodes;
 pub mod plan;
 pub mod record;
+pub mod recorded;
 pub mod runner;
 pub mod target;
 
@@ -33,6 +34,8 @@ pub struct Request {
     pub monitor: PathBuf,
     /// Where operations are written down.
     pub operations: PathBuf,
+    /// The folder of the record of what the machine is made of.
+    pub machine: PathBuf,
     /// The VM's name.
     pub vm_name: String,
 }

@@ -28,6 +28,8 @@ pub struct Record {
     pub vm_name: String,
     /// The monitor's socket.
     pub monitor: PathBuf,
+    /// The folder of the record of what the machine is made of.
+    pub machine: PathBuf,
     /// QEMU's process.
     pub qemu: ProcessIdentity,
     /// The disks.

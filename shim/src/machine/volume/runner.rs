@@ -16,7 +16,7 @@ use super::mirror::{self, BothSides, Start};
 use super::nodes::{self, Zeros};
 use super::plan::{self, Volume};
 use super::record::{Point, Record};
-use super::{Report, Request, VolumeProgress};
+use super::{Report, Request, VolumeProgress, recorded};
 use crate::error::{Code, Failure, GuestState};
 use crate::journal::{Journal, Written};
 use crate::machine::effect::{blocking, milliseconds, out_of_order};
@@ -74,6 +74,7 @@ pub async fn move_volumes(
         both_sides: BothSides::Never,
         journal: None,
         freeze: None,
+        is_recorded: false,
         remarks: Vec::new(),
     };
     let mut timings: Vec<(Phase, f64)> = Vec::new();
@@ -158,6 +159,7 @@ struct Work {
     both_sides: BothSides,
     journal: Option<Journal<Record>>,
     freeze: Option<Duration>,
+    is_recorded: bool,
     remarks: Vec<String>,
 }
 
@@ -177,7 +179,7 @@ impl Work {
                 Ok(switched) => return Input::Checked(switched),
                 Err(failure) => Err(failure),
             },
-            Effect::Commit => self.write_down(Point::Committed).await,
+            Effect::Commit => self.commit().await,
             Effect::Release => self.release().await,
             Effect::RollBack => self.roll_back().await,
         };
@@ -213,6 +215,7 @@ impl Work {
                 operation: self.operation,
                 vm_name: self.request.vm_name.clone(),
                 monitor: self.request.monitor.clone(),
+                machine: self.request.machine.clone(),
                 qemu,
                 volumes: self.volumes.clone(),
                 point: Point::Moving,
@@ -303,9 +306,23 @@ impl Work {
         })
     }
 
+    async fn commit(&mut self) -> Result<(), Failure> {
+        self.write_down(Point::Committed).await?;
+        let qemu = self.journal.as_ref().ok_or_else(out_of_order)?.record().qemu;
+        self.remarks = recorded::update(&self.client, &self.request.machine, qemu, &self.volumes).await?;
+        self.is_recorded = true;
+        Ok(())
+    }
+
     async fn release(&mut self) -> Result<(), Failure> {
-        self.remarks = release(&self.client, &self.volumes, self.pid).await?;
-        self.end_journal().await
+        let remarks = release(&self.client, &self.volumes, self.pid).await?;
+        self.remarks.extend(remarks);
+        if self.is_recorded {
+            return self.end_journal().await;
+        }
+        // A recovery records what could not be recorded now.
+        self.journal = None;
+        Ok(())
     }
 
     async fn roll_back(&mut self) -> Result<(), Failure> {

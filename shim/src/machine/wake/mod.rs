@@ -1,5 +1,6 @@
 //! The wake: an image becomes a running guest, exactly once.
 
+pub mod guard;
 pub mod machine;
 #[cfg(test)]
 mod machine_model;

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use dormouse_storage::image::manifest::{GuestState as SavedState, Manifest};
 use dormouse_storage::{ByteCount, Image, ImageState, Unmappable};
 
+use super::guard::{self, CheckLineError};
 use super::{Mode, Request};
 use crate::error::{Code, Failure};
 use crate::vm::binary::{self, Binary};
@@ -59,6 +60,13 @@ pub async fn plan(image: &Image, request: &Request, scratch: &Path) -> Result<Pl
     let refused =
         |error: CommandLineError| Failure::new(Code::Refused, format!("the recorded command line: {error}"));
     let line = CommandLine::parse(recorded).map_err(refused)?;
+    guard::check_line(manifest, &line, &request.changes).map_err(|error| match error {
+        CheckLineError::Differs(failure) => failure,
+        CheckLineError::Line(error) => Failure::new(
+            Code::Usage,
+            format!("QEMU's command line with its changes: {error}"),
+        ),
+    })?;
     let (offset_property, rom_property) = abilities(manifest, line.program(), scratch).await?;
     let against_map = against_map(
         image.check_mappable(),
@@ -152,7 +160,10 @@ async fn abilities(manifest: &Manifest, program: &str, scratch: &Path) -> Result
         program,
         "not the binary that the guest was saved with; asking it what it can do"
     );
-    let qemu = Binary::ask(program, scratch).await?.qemu;
+    let binary = Binary::ask(program, scratch).await?;
+    guard::check_version(&remembered.version, &binary.qemu.version)?;
+    binary.check_knows(&manifest.machine)?;
+    let qemu = binary.qemu;
     Ok((qemu.memory_backend_offset, qemu.memory_backend_rom))
 }
 

@@ -13,6 +13,7 @@ use dormouse_storage::{Image, ImageState, MemoryFile, Progress, Run, WORKER_THRE
 use tokio::sync::{mpsc, watch};
 use tokio::time::Instant;
 
+use super::guard;
 use super::machine::{Effect, Input, Machine, Phase};
 use super::plan::{Plan, check_state, plan};
 use super::{Mode, Report, Request};
@@ -236,7 +237,9 @@ impl<'a> Work<'a> {
 
     async fn check(&mut self) -> Result<(), Failure> {
         let (plan, image) = self.planned()?;
-        let present = disks::present(self.qemu()?.client(), &plan.directory).await?;
+        let client = self.qemu()?.client();
+        guard::check_machine(image.manifest(), client).await?;
+        let present = disks::present(client, &plan.directory).await?;
         disks::check_same(&image.manifest().disks, &present)
     }
 
@@ -254,19 +257,21 @@ impl<'a> Work<'a> {
             })
             .await?;
         let sent = tokio::io::AsyncWriteExt::write_all(&mut stream, &bytes).await;
-        let migration = wait_for_load_end(&client, LOAD_TIMEOUT)
-            .await
-            .map_err(|failure| {
-                // A QEMU that cannot load says why on its error output and ends.
-                if failure.code == Code::Unreachable {
-                    Failure::new(
-                        Code::Refused,
-                        "QEMU did not accept the image's device state and ended; it says why above",
-                    )
-                } else {
-                    failure
-                }
-            })?;
+        let migration = wait_for_load_end(&client, LOAD_TIMEOUT).await;
+        let migration = match migration {
+            // A QEMU that cannot load says why on its error output and ends.
+            Err(failure) if failure.code == Code::Unreachable => {
+                let words = match &mut self.qemu {
+                    Some(qemu) => qemu.last_words().await,
+                    None => String::new(),
+                };
+                return Err(Failure::new(
+                    Code::Refused,
+                    format!("QEMU did not accept the image's device state and ended: {words}"),
+                ));
+            }
+            migration => migration?,
+        };
         if migration.status != Some(MigrationStatus::Completed) {
             let why = migration
                 .error_desc

@@ -1,0 +1,211 @@
+//! A wake compares before it loads anything. What differs is named, no guest runs, and the image wakes once it is put
+//! right.
+
+use std::path::Path;
+
+use dormouse_tests::{QemuBuild, Scene, StandIn};
+
+const REFUSED: i32 = 3;
+
+/// The wake is refused in these words, its QEMU is gone, and nothing has happened to guest and image.
+#[track_caller]
+fn expect_refused(scene: &Scene, image: &Path, options: &[&str], words: &[&str]) {
+    let ticks = scene.guest.counters().len();
+    let outcome = scene.dormouse.try_wake("guest", image, options);
+    let outcome = outcome.expect_exit(REFUSED);
+    for words in words {
+        assert!(
+            outcome.stderr.contains(words),
+            "{words:?} is not in\n{}",
+            outcome.stderr
+        );
+    }
+    scene.lab.wait_for_no_qemu();
+    assert_eq!(scene.guest.counters().len(), ticks, "the guest must not have run");
+    expect_sealed(scene, image);
+}
+
+#[track_caller]
+fn expect_sealed(scene: &Scene, image: &Path) {
+    let inspected = scene
+        .dormouse
+        .image("inspect", image, &["--json"])
+        .expect_success();
+    assert_eq!(inspected.result()["state"], "sealed");
+}
+
+fn expect_to_wake(scene: &Scene, image: &Path) {
+    let _woken = scene.dormouse.wake("guest", image, &[]);
+    scene.guest.wait_for_more_ticks();
+}
+
+fn every_build() -> [QemuBuild; 3] {
+    [QemuBuild::V7_2, QemuBuild::V10_0, QemuBuild::V11_1]
+}
+
+#[test]
+fn other_sizes_of_memory_are_told() {
+    for build in every_build() {
+        let scene = Scene::new(build);
+        let image = scene.hibernated();
+        expect_refused(
+            &scene,
+            &image,
+            &["--", "-m", "128"],
+            &["RAM was 64.0 MiB, is 128.0 MiB"],
+        );
+        expect_to_wake(&scene, &image);
+    }
+}
+
+#[test]
+fn another_machine_type_is_told() {
+    let scene = Scene::new(QemuBuild::V10_0);
+    let image = scene.hibernated();
+    let words = "the machine type was pc-i440fx-10.0, is q35";
+    expect_refused(&scene, &image, &["--", "-M", "q35"], &[words]);
+    expect_to_wake(&scene, &image);
+}
+
+#[test]
+fn other_cpus_are_told() {
+    for build in every_build() {
+        let scene = Scene::new(build);
+        let image = scene.hibernated();
+        for (changes, words) in [
+            (
+                ["-cpu", "qemu64,-pni,-cx16"],
+                "CPU features are missing: pni, cx16",
+            ),
+            (
+                ["-cpu", "max"],
+                "the CPU model was qemu64-x86_64-cpu, is max-x86_64-cpu",
+            ),
+            (["-smp", "2"], "CPUs were 1, are 2"),
+        ] {
+            expect_refused(&scene, &image, &["--", changes[0], changes[1]], &[words]);
+        }
+        expect_to_wake(&scene, &image);
+    }
+}
+
+#[test]
+fn other_devices_and_places_are_told() {
+    for build in every_build() {
+        let mut scene = Scene::new(build);
+        let qemu = StandIn::new(&scene.lab, build);
+        scene.guest.start_by(qemu.path());
+        scene.guest.start_with(&[
+            "-device",
+            "virtio-net-pci,id=net0,addr=3",
+            "-device",
+            "e1000,addr=4",
+        ]);
+        let image = scene.hibernated();
+
+        let was_virtio = "device net0 was virtio-net-pci at 03.0 on pci.0, is";
+        for (edit, words) in [
+            (
+                "s/virtio-net-pci/e1000/",
+                vec![format!("{was_virtio} e1000 at 03.0 on pci.0")],
+            ),
+            (
+                "s/addr=3/addr=5/",
+                vec![format!("{was_virtio} virtio-net-pci at 05.0 on pci.0")],
+            ),
+            (
+                "s/id=net0/id=net1/",
+                vec![
+                    "device net0 (virtio-net-pci at 03.0 on pci.0) is not there".to_owned(),
+                    "device net1 (virtio-net-pci at 03.0 on pci.0) was not there".to_owned(),
+                ],
+            ),
+            (
+                "s/^e1000/rtl8139/",
+                vec![
+                    "device number 0 of those without an id was e1000 at 04.0 on pci.0, is rtl8139"
+                        .to_owned(),
+                ],
+            ),
+        ] {
+            qemu.starts(build, edit);
+            let words: Vec<&str> = words.iter().map(String::as_str).collect();
+            expect_refused(&scene, &image, &[], &words);
+        }
+        qemu.starts(build, "");
+        expect_to_wake(&scene, &image);
+    }
+}
+
+#[test]
+fn an_older_qemu_is_refused() {
+    let mut scene = Scene::new(QemuBuild::V10_0);
+    let qemu = StandIn::new(&scene.lab, QemuBuild::V10_0);
+    scene.guest.start_by(qemu.path());
+    // A machine type that the older one has.
+    scene.guest.start_with(&["-machine", "pc-i440fx-7.2"]);
+    let image = scene.hibernated();
+    qemu.starts(QemuBuild::V7_2, "");
+    expect_refused(
+        &scene,
+        &image,
+        &[],
+        &["was saved on QEMU 10.0", "this is QEMU 7.2", "which is older"],
+    );
+    qemu.starts(QemuBuild::V11_1, "");
+    expect_to_wake(&scene, &image);
+}
+
+#[test]
+fn a_qemu_that_does_not_know_the_machine_type_is_refused() {
+    let mut scene = Scene::new(QemuBuild::V7_2);
+    let qemu = StandIn::new(&scene.lab, QemuBuild::V7_2);
+    scene.guest.start_by(qemu.path());
+    // Too old for QEMU 11.1.
+    scene.guest.start_with(&["-machine", "pc-i440fx-5.1"]);
+    let image = scene.hibernated();
+    qemu.starts(QemuBuild::V11_1, "");
+    let words = "does not know the machine type pc-i440fx-5.1 that the guest was saved on";
+    expect_refused(&scene, &image, &[], &[words]);
+    qemu.starts(QemuBuild::V7_2, "");
+    expect_to_wake(&scene, &image);
+}
+
+#[test]
+fn the_machine_type_behind_an_alias_is_pinned() {
+    let mut scene = Scene::new(QemuBuild::V10_0);
+    let qemu = StandIn::new(&scene.lab, QemuBuild::V10_0);
+    scene.guest.start_by(qemu.path());
+    scene.guest.start_with(&["-machine", "pc"]);
+    let image = scene.hibernated();
+    // Where `pc` means something else.
+    qemu.starts(QemuBuild::V11_1, "");
+    let mut woken = scene.dormouse.wake("guest", &image, &[]);
+    scene.guest.wait_for_more_ticks();
+    let again = scene.lab.path("again.image");
+    scene.dormouse.hibernate("guest", &again).expect_success();
+    woken.wait_for_end();
+    let inspected = scene
+        .dormouse
+        .image("inspect", &again, &["--json"])
+        .expect_success();
+    assert_eq!(inspected.result()["manifest"]["machine"], "pc-i440fx-10.0");
+}
+
+#[test]
+fn a_qemu_that_does_not_start_is_quoted() {
+    let scene = Scene::new(QemuBuild::V10_0);
+    let image = scene.hibernated();
+    let words = "'no-such-device' is not a valid device model name";
+    let changes = ["--json", "--", "-device", "no-such-device"];
+    let outcome = scene.dormouse.try_wake("guest", &image, &changes);
+    let outcome = outcome.expect_exit(REFUSED);
+    let message = outcome.result()["error"]["message"].to_string();
+    assert!(
+        message.contains(words) && message.contains("ended at its start"),
+        "{message}"
+    );
+    scene.lab.wait_for_no_qemu();
+    expect_sealed(&scene, &image);
+    expect_to_wake(&scene, &image);
+}

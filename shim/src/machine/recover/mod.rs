@@ -10,6 +10,7 @@
 
 pub mod runner;
 pub mod verdict;
+pub mod volumes;
 
 use std::path::PathBuf;
 

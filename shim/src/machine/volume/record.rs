@@ -34,6 +34,8 @@ pub struct Record {
     pub qemu: ProcessIdentity,
     /// The disks.
     pub volumes: Vec<Volume>,
+    /// Whether the guest runs, and is stopped for the switch.
+    pub stops_guest: bool,
     /// How far it is.
     pub point: Point,
 }

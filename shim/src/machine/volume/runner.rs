@@ -5,8 +5,8 @@ use std::path::Path;
 use std::pin::pin;
 use std::time::Duration;
 
-use dormouse_qmp::Client;
 use dormouse_qmp::view::machine::RunState;
+use dormouse_qmp::{Client, command};
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::Instant;
 use uuid::Uuid;
@@ -75,6 +75,7 @@ pub async fn move_volumes(
         journal: None,
         freeze: None,
         is_recorded: false,
+        stops_guest: false,
         remarks: Vec::new(),
     };
     let mut timings: Vec<(Phase, f64)> = Vec::new();
@@ -160,6 +161,8 @@ struct Work {
     journal: Option<Journal<Record>>,
     freeze: Option<Duration>,
     is_recorded: bool,
+    /// Whether the guest runs, and is stopped for the switch.
+    stops_guest: bool,
     remarks: Vec<String>,
 }
 
@@ -218,6 +221,7 @@ impl Work {
                 machine: self.request.machine.clone(),
                 qemu,
                 volumes: self.volumes.clone(),
+                stops_guest: false,
                 point: Point::Moving,
             },
         );
@@ -269,12 +273,17 @@ impl Work {
                 ));
             }
         }
+        self.stops_guest = mirror::stops_guest(&self.client).await?
+            && monitor::run_state(&self.client).await? == RunState::Running;
         self.write_down(Point::Intending).await
     }
 
     async fn complete(&mut self) -> Result<(), Failure> {
         self.freeze = None;
         let begun = Instant::now();
+        if self.stops_guest {
+            self.client.execute(&command::stop {}).await?;
+        }
         let completed = mirror::complete(&self.client, &self.volumes, self.request.limits.freeze).await;
         self.freeze = Some(begun.elapsed());
         completed
@@ -283,6 +292,9 @@ impl Work {
     async fn finalize(&mut self) -> Result<(), Failure> {
         let begun = Instant::now();
         let finalized = mirror::finalize(&self.client, &self.volumes).await;
+        if finalized.is_ok() && self.stops_guest {
+            go_on(&self.client).await?;
+        }
         self.freeze = self.freeze.map(|freeze| freeze + begun.elapsed());
         finalized
     }
@@ -326,12 +338,8 @@ impl Work {
     }
 
     async fn roll_back(&mut self) -> Result<(), Failure> {
-        roll_back(
-            &self.client,
-            &self.volumes,
-            self.journal.as_ref().map(|journal| journal.record().qemu),
-        )
-        .await?;
+        let qemu = self.journal.as_ref().map(|journal| journal.record().qemu);
+        roll_back(&self.client, &self.volumes, qemu, self.stops_guest).await?;
         self.end_journal().await
     }
 
@@ -339,6 +347,7 @@ impl Work {
         let mut journal = self.journal.take().ok_or_else(out_of_order)?;
         let record = Record {
             volumes: self.volumes.clone(),
+            stops_guest: self.stops_guest,
             point,
             ..journal.record().clone()
         };
@@ -389,6 +398,14 @@ fn untouched(volume: &Volume) -> VolumeProgress {
     }
 }
 
+/// Lets a guest go on that was stopped for the switch.
+pub async fn go_on(client: &Client) -> Result<(), Failure> {
+    if monitor::run_state(client).await? == RunState::Paused {
+        client.execute(&command::cont {}).await?;
+    }
+    Ok(())
+}
+
 /// Lets go of the old volumes of a guest that is on its new ones. Returns what could not be, and does no harm.
 pub async fn release(client: &Client, volumes: &[Volume], pid: Option<u32>) -> Result<Vec<String>, Failure> {
     let mut remarks = Vec::new();
@@ -429,9 +446,13 @@ pub async fn roll_back(
     client: &Client,
     volumes: &[Volume],
     qemu: Option<ProcessIdentity>,
+    stops_guest: bool,
 ) -> Result<(), Failure> {
     let closed = async {
         mirror::end(client, volumes).await?;
+        if stops_guest {
+            go_on(client).await?;
+        }
         for volume in volumes {
             let names = [volume.names.format.clone(), volume.names.file.clone()];
             if let Some(node) = nodes::remove(client, &names).await?.first() {
@@ -448,6 +469,11 @@ pub async fn roll_back(
     {
         return Err(failure);
     }
+    remove_made(volumes).await
+}
+
+/// Removes the files that were made for a move.
+pub async fn remove_made(volumes: &[Volume]) -> Result<(), Failure> {
     let made: Vec<_> = volumes
         .iter()
         .filter_map(|volume| Some((volume.target.path.clone(), volume.made?)))

@@ -208,8 +208,8 @@ impl Work {
             ));
         };
         self.volumes = plan::make(&self.client, self.operation, &self.request, self.pid).await?;
-        self.start = Start::of(&self.client).await?;
         self.both_sides = BothSides::of(&self.client).await?;
+        self.start = Start::of(&self.client, self.both_sides).await?;
         self.tell(self.volumes.iter().map(untouched).collect());
         let (folder, record) = (
             self.request.operations.clone(),

@@ -449,8 +449,14 @@ fn killed_at_the_switch_all_volumes_are_the_new_ones_or_all_are_the_old_ones() {
 }
 
 #[test]
-fn a_target_that_gets_full_leaves_the_guest_on_its_old_volume() {
-    let writing = Writing::start(QemuBuild::V10_0);
+fn a_target_that_gets_full_leaves_the_guest_on_its_old_volume_on_every_qemu() {
+    for build in [QemuBuild::V7_2, QemuBuild::V10_0, QemuBuild::V11_1] {
+        a_target_that_gets_full_leaves_the_guest_on_its_old_volume(build);
+    }
+}
+
+fn a_target_that_gets_full_leaves_the_guest_on_its_old_volume(build: QemuBuild) {
+    let writing = Writing::start(build);
     let before = writing.block_nodes();
     let full = SmallVolume::new(&writing.lab, 16);
     let target = full.path("new");
@@ -550,7 +556,7 @@ fn volumes_wait_for_the_word_to_switch() {
     guest.wait_for_sector(200);
     let new = lab.path("new.qcow2");
     let wish = volume("ide0-hd0", &new, ",create,format=qcow2");
-    let moving = dormouse.spawn(&[
+    let arguments = [
         "volume",
         "move",
         "guest",
@@ -559,7 +565,8 @@ fn volumes_wait_for_the_word_to_switch() {
         "manual",
         "--volume",
         &wish,
-    ]);
+    ];
+    let moving = dormouse.spawn(&arguments);
     until("the volumes to be in step", || {
         let status = dormouse.status("guest").stdout;
         status.contains("Ready").then_some(())
@@ -571,4 +578,5 @@ fn volumes_wait_for_the_word_to_switch() {
     let moved = dormouse.finish(moving).expect_success().result();
     assert_eq!(moved["volumes"][0]["switched"], true, "{moved}");
     assert!(!faults::has_open(lab.only_qemu(), guest.disk()));
+    guest.expect_no_complaint();
 }

@@ -13,7 +13,7 @@
 //! 39 % of the writes; 7.2.22, 10.0.13 and 11.1.3 lost none.
 //!
 //! With `copy-mode=write-blocking` from the start, and a target opened with `discard=unmap`, 7.2.22 lost writes as well,
-//! though seldom: 4 in 40 mirrors of a guest that wrote all the time. Started as below it lost none in 60.
+//! though seldom: 4 in 40 mirrors of a guest that wrote all the time. In `background` it lost none in 90.
 //!
 //! On an affected QEMU a mirror is safe when the guest's writes meet a disk that is marked dirty as
 //! a whole, or none at all:

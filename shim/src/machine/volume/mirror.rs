@@ -30,14 +30,15 @@ const STEP_LIMIT: Duration = Duration::from_secs(60);
 /// the new volume too.
 const CONVERGENCE_PATIENCE: Duration = Duration::from_secs(5);
 
-/// When each write of the guest begins to go to both volumes before it is acknowledged, which lets any job get in step.
+/// Whether each write of the guest can be made to go to both volumes before it is acknowledged, which lets any job get in
+/// step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum BothSides {
-    /// From the start on: this QEMU cannot change it on the way.
-    FromTheStart,
     /// Once it is needed: when all are in step, or there is no less and less to copy.
     WhenNeeded,
-    /// Never: this QEMU may end itself over it.
+    /// Never. This QEMU cannot change it on the way; and QEMU 7.2, which could from the start, loses writes then, and
+    /// corrupts its memory when such a job is cancelled. Or it may end itself over it
+    /// ([`active_mirror_may_abort`]).
     Never,
 }
 
@@ -45,13 +46,8 @@ impl BothSides {
     /// What this QEMU can do.
     pub async fn of(client: &Client) -> Result<Self, Failure> {
         let capabilities = Capabilities::of(client).await?;
-        Ok(if active_mirror_may_abort(client.greeting()) {
-            Self::Never
-        } else if capabilities.has_command("block-job-change") {
-            Self::WhenNeeded
-        } else {
-            Self::FromTheStart
-        })
+        let can = capabilities.has_command("block-job-change") && !active_mirror_may_abort(client.greeting());
+        Ok(if can { Self::WhenNeeded } else { Self::Never })
     }
 }
 
@@ -72,12 +68,10 @@ pub enum Start {
 }
 
 impl Start {
-    /// What this QEMU needs. One that is safe otherwise loses writes too when they go to both sides while it fills a target
-    /// that can be unmapped with zeros: QEMU 7.2 lost 4 in 40 moves that way, and none in 60 with a guarded start.
-    pub async fn of(client: &Client, both_sides: BothSides) -> Result<Self, Failure> {
+    /// What this QEMU needs.
+    pub async fn of(client: &Client) -> Result<Self, Failure> {
         let capabilities = Capabilities::of(client).await?;
         match mirror_loses_writes(client.greeting(), &capabilities) {
-            MirrorSafety::Safe if both_sides == BothSides::FromTheStart => Ok(Self::Guarded),
             MirrorSafety::Safe => Ok(Self::Plain),
             MirrorSafety::Affected { .. } => Ok(Self::Guarded),
             MirrorSafety::NoMirror => Err(Failure::new(Code::Refused, "this QEMU cannot mirror disks")),
@@ -98,7 +92,6 @@ pub async fn start(
     client: &Client,
     volume: &Volume,
     how: Start,
-    both_sides: BothSides,
     speed_limit: Option<ByteCount>,
 ) -> Result<(), Failure> {
     let speed_limit = speed_limit.map_or(0, |limit| limit.0);
@@ -107,17 +100,13 @@ pub async fn start(
         // What is copied before the target may be unmapped is not sparse, so that is little.
         Start::Guarded => 1,
     };
-    let copy_mode = match both_sides {
-        BothSides::FromTheStart => "write-blocking",
-        BothSides::WhenNeeded | BothSides::Never => "background",
-    };
     let arguments = json!({
         "job-id": volume.names.job,
         "device": volume.old_root,
         "target": volume.names.format,
         "filter-node-name": volume.names.filter,
         "sync": "full",
-        "copy-mode": copy_mode,
+        "copy-mode": "background",
         "speed": speed,
         "on-source-error": "report",
         "on-target-error": "report",

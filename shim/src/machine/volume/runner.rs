@@ -70,6 +70,7 @@ pub async fn move_volumes(
         request,
         told,
         volumes: Vec::new(),
+        qemu: None,
         start: Start::Guarded,
         both_sides: BothSides::Never,
         journal: None,
@@ -156,6 +157,7 @@ struct Work {
     request: Request,
     told: watch::Sender<Told>,
     volumes: Vec<Volume>,
+    qemu: Option<ProcessIdentity>,
     start: Start,
     both_sides: BothSides,
     journal: Option<Journal<Record>>,
@@ -209,8 +211,14 @@ impl Work {
         };
         self.volumes = plan::make(&self.client, self.operation, &self.request, self.pid).await?;
         self.both_sides = BothSides::of(&self.client).await?;
-        self.start = Start::of(&self.client, self.both_sides).await?;
+        self.start = Start::of(&self.client).await?;
         self.tell(self.volumes.iter().map(untouched).collect());
+        self.qemu = Some(qemu);
+        Ok(())
+    }
+
+    async fn attach(&mut self) -> Result<(), Failure> {
+        let qemu = self.qemu.ok_or_else(out_of_order)?;
         let (folder, record) = (
             self.request.operations.clone(),
             Record {
@@ -228,10 +236,6 @@ impl Work {
         let begun =
             blocking(move || Journal::begin(&folder, record).map_err(|error| not_written(&error))).await?;
         self.journal = Some(begun);
-        Ok(())
-    }
-
-    async fn attach(&mut self) -> Result<(), Failure> {
         for volume in &mut self.volumes {
             if volume.target.create {
                 let made = volume.clone();
@@ -253,7 +257,7 @@ impl Work {
     async fn mirror(&mut self) -> Result<(), Failure> {
         let (client, speed) = (&self.client, self.request.speed_limit);
         for volume in &self.volumes {
-            mirror::start(client, volume, self.start, self.both_sides, speed).await?;
+            mirror::start(client, volume, self.start, speed).await?;
         }
         let stall = self.request.limits.stall;
         mirror::get_in_step(client, &self.volumes, self.both_sides, stall, |volumes| {
@@ -320,7 +324,7 @@ impl Work {
 
     async fn commit(&mut self) -> Result<(), Failure> {
         self.write_down(Point::Committed).await?;
-        let qemu = self.journal.as_ref().ok_or_else(out_of_order)?.record().qemu;
+        let qemu = self.qemu.ok_or_else(out_of_order)?;
         self.remarks = recorded::update(&self.client, &self.request.machine, qemu, &self.volumes).await?;
         self.is_recorded = true;
         Ok(())
@@ -338,8 +342,7 @@ impl Work {
     }
 
     async fn roll_back(&mut self) -> Result<(), Failure> {
-        let qemu = self.journal.as_ref().map(|journal| journal.record().qemu);
-        roll_back(&self.client, &self.volumes, qemu, self.stops_guest).await?;
+        roll_back(&self.client, &self.volumes, self.qemu, self.stops_guest).await?;
         self.end_journal().await
     }
 

@@ -3,6 +3,8 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on ends here")]
 
 use std::fs::{self, File};
+use std::io::Write;
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -460,9 +462,17 @@ fn a_target_that_gets_full_leaves_the_guest_on_its_old_volume(build: QemuBuild) 
     let before = writing.block_nodes();
     let full = SmallVolume::new(&writing.lab, 16);
     let target = full.path("new");
-    // Sparse, so it is only noticed when it is written. The guest writes more than there is room for.
-    File::create(&target).unwrap().set_len(DISK_BYTES).unwrap();
-    fs::write(full.path("filling"), vec![1; 12 << 20]).unwrap();
+    // It has room, but not where the guest's sectors go, so it is only noticed when those are written.
+    let file = File::create(&target).unwrap();
+    file.set_len(DISK_BYTES).unwrap();
+    file.write_all_at(&vec![1; 4 << 20], 900 << 20).unwrap();
+    file.sync_all().unwrap();
+    let mut filling = File::create(full.path("filling")).unwrap();
+    while filling
+        .write_all(&[1; 4096])
+        .and_then(|()| filling.sync_data())
+        .is_ok()
+    {}
     let failed = writing
         .moves(&[volume("ide0-hd0", &target, "")], &[])
         .expect_exit(NO_SPACE)

@@ -46,6 +46,7 @@ pub fn manifest() -> Manifest {
         disks: vec![],
         guest: Guest {
             state_when_saved: GuestState::Running,
+            went_on: false,
         },
         timings_ms: Default::default(),
         engine: "direct".into(),

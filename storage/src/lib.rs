@@ -16,6 +16,7 @@
 //!   as a sink.
 //! * [`migration`]: QEMU's migration stream, both ways.
 //! * [`image`]: the file that holds a guest. Its layout is drawn there.
+//! * [`feed`]: a guest that runs before its memory is there, and gets it from the image.
 //! * [`exchange`]: memory that goes to other tools in their formats, or comes from them.
 //!
 //! Nothing here knows QMP, and nothing here is asynchronous: calls block, take a cancel flag, and
@@ -24,6 +25,8 @@
 
 mod byte_count;
 pub mod exchange;
+pub mod feed;
+mod fingerprint;
 pub mod image;
 mod incoming;
 pub mod memory;
@@ -35,6 +38,8 @@ mod sys;
 mod volume;
 
 pub use byte_count::ByteCount;
+pub use feed::{Fed, FeedError, Feeder};
+pub use fingerprint::{Fingerprint, fingerprint};
 pub use image::{
     BlockPlacement, BlockSize, CompleteImage, Compression, Corruption, CreateOptions, Image, ImageError,
     ImageKey, ImageState, ImageWriter, Layout, LayoutError, Manifest, MemoryWritten, Mismatch, RandomReader,

@@ -200,6 +200,22 @@ fn a_guest_on_a_device_is_never_overwritten_and_a_used_image_only_to_replace_it(
 }
 
 #[test]
+fn a_snapshot_on_a_device_is_overwritten_only_to_replace_it() {
+    let laboratory = Laboratory::new();
+    let device = LoopDevice::blank(LENGTH, 512);
+    drop(laboratory.snapshot_at(device.path()));
+    let refused = laboratory.create_at(device.path(), false, None);
+    assert!(
+        matches!(refused, Err(ImageError::TargetExists { .. })),
+        "{refused:?}"
+    );
+    // Nobody would take what is overwritten for the snapshot, from the first write on.
+    let writer = laboratory.create_at(device.path(), true, None).unwrap();
+    assert!(matches!(Image::open(device.path()), Err(ImageError::Torn { .. })));
+    drop(laboratory.write(writer).unwrap());
+}
+
+#[test]
 fn what_a_killed_writer_left_is_taken_and_a_damaged_image_only_to_replace_it() {
     let laboratory = Laboratory::new();
     let device = LoopDevice::blank(LENGTH, 512);

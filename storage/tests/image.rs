@@ -230,6 +230,26 @@ fn an_image_that_holds_a_guest_is_never_replaced() {
 }
 
 #[test]
+fn a_snapshot_is_not_the_only_copy_of_its_guest_and_may_be_replaced() {
+    let laboratory = Laboratory::new();
+    drop(laboratory.snapshot_at(&laboratory.target()));
+    assert!(matches!(
+        laboratory.create(false),
+        Err(ImageError::TargetExists { .. })
+    ));
+    drop(laboratory.create(true).unwrap());
+    // But not while it is being woken: then it is a guest of its own.
+    Image::open_locked(&laboratory.target())
+        .unwrap()
+        .mark(ImageState::Waking)
+        .unwrap();
+    assert!(matches!(
+        laboratory.create(true),
+        Err(ImageError::HoldsGuest { .. })
+    ));
+}
+
+#[test]
 fn what_a_killed_writer_left_is_swept_up_and_what_is_written_is_not() {
     let laboratory = Laboratory::new();
     let dead = ".guest.dormouse.partial-11111111-1111-1111-1111-111111111111";

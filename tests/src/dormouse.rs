@@ -161,6 +161,20 @@ impl Dormouse {
         self.spawn(&arguments)
     }
 
+    /// Takes a snapshot of `name` to `image`.
+    pub fn snapshot(&self, name: &str, image: &Path, options: &[&str]) -> Outcome {
+        self.finish(self.start_taking_snapshot(&[name.as_ref()], image, options))
+    }
+
+    /// Starts to take a snapshot of `whom`, a name, or `--qmp` and a monitor's socket.
+    pub fn start_taking_snapshot(&self, whom: &[&OsStr], image: &Path, options: &[&str]) -> Child {
+        let mut arguments = vec![OsStr::new("snapshot")];
+        arguments.extend(whom);
+        arguments.extend(["--to".as_ref(), image.as_os_str(), "--json".as_ref()]);
+        arguments.extend(options.iter().map(OsStr::new));
+        self.spawn(&arguments)
+    }
+
     /// Runs any command to its end.
     pub fn execute(&self, arguments: &[impl AsRef<OsStr>]) -> Outcome {
         self.finish(self.spawn(arguments))

@@ -188,6 +188,16 @@ impl BootSectorGuest {
         self.last_counter()
     }
 
+    /// What the guest said so far, for [`goes_back_to`](Self::goes_back_to).
+    pub fn log(&self) -> Vec<u8> {
+        fs::read(&self.body.serial_log).expect("the guest's log can be read")
+    }
+
+    /// Makes what the guest says from now on follow what it had said at an earlier point of its life.
+    pub fn goes_back_to(&self, log: &[u8]) {
+        fs::write(&self.body.serial_log, log).expect("the guest's log can be written");
+    }
+
     /// The highest counter on the guest's disk.
     pub fn counter_on_disk(&self) -> u32 {
         let disk = fs::read(self.disk()).expect("the guest's disk can be read");

@@ -39,6 +39,15 @@ impl QemuBuild {
         laboratory().join(format!("qemu/{self}/root/usr/lib/x86_64-linux-gnu/qemu"))
     }
 
+    /// Makes a qcow2 of a raw disk.
+    pub fn make_qcow2(self, raw: &Path, qcow2: &Path) {
+        let program = existing(laboratory().join(format!("qemu/{self}/qemu-img")));
+        let mut convert = Command::new(program);
+        convert.args(["convert", "-f", "raw", "-O", "qcow2"]);
+        let status = convert.args([raw, qcow2]).status().expect("qemu-img can be run");
+        assert!(status.success(), "qemu-img: {status}");
+    }
+
     /// Whether guest RAM can be mapped from inside a larger file, as an image is: since 8.1.
     pub fn maps_images(self) -> bool {
         self != Self::V7_2

@@ -132,7 +132,7 @@ fn cancelled_in_syncing_the_guest_is_given_back_when_qemu_answers() {
             if line["phase"] == "SavingMemory" && !is_frozen.replace(true) {
                 faults::freeze(qemu);
             }
-            line["phase"] == "Syncing"
+            line["phase"] == "SavingMemory" && line["bytes"] == line["total"]
         };
         let outcome = foreign.disturbed_when(&foreign.image(), &SLOWLY, is_time, |_, client| {
             faults::interrupt(client);

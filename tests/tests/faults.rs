@@ -1,19 +1,24 @@
 //! Storage that fails in the middle: the guest runs on, the command says what it was with the right exit code, and what is
 //! left on the storage is not taken for an image.
 
-use std::path::Path;
+use std::{
+    io::{BufRead, BufReader},
+    path::Path,
+};
 
 use dormouse_tests::{
     DeviceOnVolume, Foreign, QemuBuild, Scene, UnpluggableDevice,
     faults::{self, Hanging, SmallVolume},
     until,
 };
+use rustix::process::Pid;
 use serde_json::{Value, json};
 
 const CANCELLED: i32 = 6;
 const NO_SPACE: i32 = 7;
 const IMAGE_INVALID: i32 = 8;
 const STORAGE: i32 = 9;
+const OPERATOR: i32 = 10;
 
 const BUILDS: [QemuBuild; 3] = [QemuBuild::V7_2, QemuBuild::V10_0, QemuBuild::V11_1];
 const ENGINES: [&str; 2] = ["direct", "stream"];
@@ -213,4 +218,58 @@ fn a_disk_that_is_pulled_out_in_the_middle_of_a_wake_leaves_no_guest() {
     assert_eq!(waking.wait_for_end().code(), Some(STORAGE), "{}", waking.log());
     scene.lab.wait_for_no_qemu();
     assert_eq!(scene.guest.counters().len(), ticks, "the guest must not have run");
+}
+
+/// All is on the device but for the last step: neither that nor its undoing came through, and nobody knows what the device
+/// will say when it is back. The guest runs on and can be saved elsewhere; that a recovery has to look at the device stays.
+#[test]
+fn a_device_that_fails_at_the_seal_is_told_as_doubtful_and_not_forgotten() {
+    let mut foreign = guest(QemuBuild::V10_0, Path::new("/nowhere"));
+    let disk = UnpluggableDevice::new(512);
+    let volume = SmallVolume::on(&foreign.scene.lab, disk.path());
+    let device = DeviceOnVolume::new(&volume, DEVICE_MIB);
+    foreign = foreign.with_image_at(device.path().to_owned());
+    let settings = foreign.settings();
+    let qemu = foreign.scene.lab.only_qemu();
+    let dormouse = &foreign.scene.dormouse;
+    let options = ["--engine", "direct", "--rate-limit", "64M"];
+    let mut saving = dormouse.start_hibernating_by_monitor(&foreign.socket(), device.path(), &options);
+    let client = Pid::from_child(&saving);
+    let output = saving.stdout.take().expect("its output is ours");
+    let mut lines = BufReader::new(output).lines().map_while(Result::ok);
+    let mut wait_for = |phase: &str| {
+        let is_met = |line: String| {
+            let line: Value = serde_json::from_str(&line).unwrap_or_default();
+            line["phase"] == phase
+                || phase == "all memory" && line["bytes"] == line["total"] && line["bytes"] != 0
+        };
+        assert!(lines.any(is_met), "it was over before {phase}");
+    };
+    wait_for("SavingMemory");
+    faults::freeze(qemu);
+    // QEMU does not say what its disks are: all memory is written, and nothing else.
+    wait_for("all memory");
+    let hanging = Hanging::volume(&volume);
+    faults::thaw(qemu);
+    until("the tables to be written", || {
+        faults::is_held(client).then_some(())
+    });
+    faults::freeze(qemu);
+    drop(hanging);
+    // QEMU does not say whether its guest stands still: all is synced, and the seal is next.
+    wait_for("Sealing");
+    disk.take_no_more_writes();
+    faults::thaw(qemu);
+    let last = lines.last().unwrap_or_default();
+    let code = dormouse.finish(saving).exit_code();
+    let last: Value = serde_json::from_str(&last).unwrap_or_default();
+    expect_failed(&(code, last["error"].clone()), OPERATOR);
+    foreign.scene.guest.wait_for_more_ticks();
+    let (_, record) = dormouse.records().pop().expect("a record stays");
+    assert_eq!(record["point"], "returning");
+    expect_guest_as_before(&foreign, &settings);
+    for _ in 0..2 {
+        dormouse.recover(&[]).expect_exit(STORAGE);
+        assert_eq!(dormouse.records().len(), 1);
+    }
 }

@@ -218,7 +218,7 @@ fn qemu_killed_in_syncing_leaves_no_image() {
             if line["phase"] == "SavingMemory" && !is_frozen.replace(true) {
                 faults::freeze(doomed.qemu);
             }
-            line["phase"] == "Syncing"
+            line["phase"] == "SavingMemory" && line["bytes"] == line["total"]
         };
         let foreign = &doomed.foreign;
         let outcome = foreign.disturbed_when(&foreign.image(), &options, is_time, |_, _| {

@@ -1,6 +1,6 @@
 //! What stands in the way is named before the guest is touched, and before an image runs on other disks.
 
-use std::{ffi::OsString, fs, path::Path};
+use std::{ffi::OsString, fs, io::Write, os::unix::fs::FileExt, path::Path};
 
 use dormouse_tests::{Guest, LoopDevice, QemuBuild, Scene};
 use serde_json::json;
@@ -172,4 +172,94 @@ fn a_block_device_that_holds_something_else_is_not_overwritten_unasked() {
     let before = fs::read(device.path()).unwrap();
     expect_refusal(&scene, device.path(), "not a Dormouse image");
     assert!(fs::read(device.path()).unwrap() == before);
+}
+
+/// The guest's disk on a block device, which has no time of its last write.
+fn on_a_device(scene: &Scene, device: &LoopDevice) -> Vec<OsString> {
+    let disk = fs::read(scene.guest.disk()).expect("the disk can be read");
+    let written = fs::OpenOptions::new().write(true).open(device.path());
+    let written = written.and_then(|mut open| open.write_all(&disk));
+    written.expect("the device can be written");
+    let (file, device) = (
+        scene.guest.disk().display().to_string(),
+        device.path().display().to_string(),
+    );
+    let line = scene.guest.command_line().into_iter();
+    line.map(|argument| argument.to_string_lossy().replace(&file, &device).into())
+        .collect()
+}
+
+#[test]
+fn a_block_device_written_after_the_save_keeps_its_guest_asleep_until_it_is_as_it_was() {
+    for build in [QemuBuild::V7_2, QemuBuild::V10_0, QemuBuild::V11_1] {
+        let scene = Scene::new(build);
+        let device = LoopDevice::with_old_data(&scene.lab, 64);
+        let Scene { dormouse, guest, .. } = &scene;
+        let line = on_a_device(&scene, &device);
+        dormouse.try_run("guest", &["--detach"], &line).expect_success();
+        guest.wait_for_ticks(5);
+        let image = scene.image();
+        dormouse.hibernate("guest", &image).expect_success();
+        // Somebody's file system writes its superblock.
+        let open = fs::File::options()
+            .read(true)
+            .write(true)
+            .open(device.path())
+            .unwrap();
+        let mut before = [0; 512];
+        open.read_exact_at(&mut before, 512 << 10).unwrap();
+        open.write_all_at(&[1; 512], 512 << 10).unwrap();
+        open.sync_all().unwrap();
+        let outcome = dormouse.try_wake("guest", &image, &[]).expect_exit(REFUSED);
+        assert!(
+            outcome.stderr.contains("a sample of it is not what it was"),
+            "{outcome:#?}"
+        );
+        open.write_all_at(&before, 512 << 10).unwrap();
+        open.sync_all().unwrap();
+        drop(open);
+        let last = guest.last_counter();
+        let mut woken = dormouse.wake("guest", &image, &[]);
+        assert!(guest.wait_for_more_ticks() > last, "{build}");
+        woken.terminate();
+    }
+}
+
+#[test]
+fn a_qcow2_rewritten_after_the_save_keeps_its_guest_asleep_although_its_time_was_put_back() {
+    let scene = Scene::new(QemuBuild::V10_0);
+    let (qcow2, plain) = (
+        scene.lab.path("disk.qcow2"),
+        scene.guest.disk().display().to_string(),
+    );
+    scene.guest.build().make_qcow2(scene.guest.disk(), &qcow2);
+    let line = scene.guest.command_line().into_iter();
+    let line: Vec<OsString> = line
+        .map(|argument| {
+            let argument = argument.to_string_lossy();
+            let named = argument.replace(
+                &format!("file={plain},format=raw"),
+                &format!("file={},format=qcow2", qcow2.display()),
+            );
+            named.into()
+        })
+        .collect();
+    let Scene { dormouse, guest, .. } = &scene;
+    dormouse.try_run("guest", &["--detach"], &line).expect_success();
+    guest.wait_for_ticks(5);
+    let image = scene.image();
+    dormouse.hibernate("guest", &image).expect_success();
+    let saved = fs::metadata(&qcow2).unwrap().modified().unwrap();
+    let open = fs::File::options().read(true).write(true).open(&qcow2).unwrap();
+    let mut snapshots = [0; 4];
+    open.read_exact_at(&mut snapshots, 60).unwrap();
+    open.write_all_at(&[0, 0, 0, 9], 60).unwrap();
+    open.set_modified(saved).unwrap();
+    let outcome = dormouse.try_wake("guest", &image, &[]).expect_exit(REFUSED);
+    assert!(outcome.stderr.contains("qcow2 tables"), "{outcome:#?}");
+    open.write_all_at(&snapshots, 60).unwrap();
+    open.set_modified(saved).unwrap();
+    let last = guest.last_counter();
+    let _woken = dormouse.wake("guest", &image, &[]);
+    assert!(guest.wait_for_more_ticks() > last);
 }

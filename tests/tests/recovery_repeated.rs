@@ -5,11 +5,17 @@ use std::fs;
 
 use dormouse_storage::{Image, ImageState};
 use dormouse_tests::{
-    Guest, QemuBuild, faults,
-    interrupted::{Guarded, expect_nothing_to_recover, files_of_images, image},
+    Guest, QemuBuild, Scene, faults,
+    interrupted::{
+        Guarded, SLOWLY, expect_guest_as_before, expect_nothing_to_recover, files_of_images, image, settings,
+        wait_for_middle,
+    },
 };
+use rustix::process::Pid;
 use serde_json::{Value, json};
 
+const UNREACHABLE: i32 = 4;
+const CANCELLED: i32 = 6;
 const OPERATOR: i32 = 10;
 
 /// Recovers three times; each time says the same, and leaves the record.
@@ -99,4 +105,40 @@ fn a_qemu_that_does_not_answer_is_left_until_it_does() {
     assert_eq!(files_of_images(scene).len(), 1);
     fs::rename(&aside, &socket).expect("the socket can be moved back");
     guarded.expect_given_back();
+}
+
+/// The supervisor has the monitor, so nobody else can. Its next hibernation does it, whatever becomes of that.
+#[test]
+fn what_a_hibernation_left_is_ended_by_the_next_one_of_the_same_supervisor() {
+    let scene = Scene::new(QemuBuild::V10_0);
+    let dormouse = &scene.dormouse;
+    let _supervisor = scene.run();
+    fs::create_dir(scene.lab.path("images")).expect("a folder can be made");
+    let before = settings(&scene);
+    let cancelled = |scene: &Scene| {
+        let mut client = dormouse.start_hibernating_with("guest", &image(scene), &SLOWLY);
+        wait_for_middle(&mut client);
+        let record = dormouse.records().pop().expect("there is a record");
+        faults::interrupt(Pid::from_child(&client));
+        dormouse.finish(client).expect_exit(CANCELLED);
+        record
+    };
+    // As of a migration that did not end when it was cancelled.
+    let (path, mut record) = cancelled(&scene);
+    record["point"] = json!("returning");
+    fs::create_dir_all(path.parent().expect("a record is in a folder")).expect("a folder can be made");
+    fs::write(&path, record.to_string()).expect("the record can be written");
+    let changed = json!({"max-bandwidth": 0});
+    scene.guest.monitor().execute("migrate-set-parameters", changed);
+    let error = dormouse.recover(&["guest"]).expect_exit(UNREACHABLE).result();
+    let message = error["error"]["message"].to_string();
+    assert!(
+        message.contains("next hibernation ends this one first"),
+        "{message}"
+    );
+    assert!(path.exists());
+
+    cancelled(&scene);
+    expect_guest_as_before(&scene, &before);
+    dormouse.hibernate("guest", &image(&scene)).expect_success();
 }

@@ -6,7 +6,7 @@ use std::fs;
 use std::path::Path;
 use std::process::Child;
 
-use dormouse_tests::{Dormouse, Guest, Outcome, QemuBuild, Scene, Supervisor, play_agent, until};
+use dormouse_tests::{Dormouse, Guest, LoopDevice, Outcome, QemuBuild, Scene, Supervisor, play_agent, until};
 use serde_json::Value;
 
 const REFUSED: i32 = 3;
@@ -245,4 +245,31 @@ fn who_comes_too_late_for_a_cancel_is_told_so() {
         .expect_success()
         .result();
     assert_eq!(ended["result"], "hibernated");
+}
+
+#[test]
+fn a_target_and_a_monitor_that_somebody_holds_are_waited_for_as_long_as_was_said() {
+    let scene = Scene::new(QemuBuild::V10_0);
+    let _supervisor = scene.run();
+    let device = LoopDevice::with_old_data(&scene.lab, 128);
+    let held = fs::File::open(device.path()).unwrap();
+    rustix::fs::flock(&held, rustix::fs::FlockOperation::LockExclusive).unwrap();
+    let replacing = ["--replace", "--lock-timeout", "300ms"];
+    let outcome = hibernate(&scene.dormouse, device.path(), &replacing).expect_exit(TIMED_OUT);
+    let text = message(&outcome);
+    assert!(text.contains("waited 300ms"), "{text}");
+    scene.guest.wait_for_more_ticks();
+    assert_eq!(scene.guest.monitor().status(), "running");
+
+    let monitor = scene.dormouse.own_monitor("guest");
+    let options = ["--lock-timeout", "300ms"];
+    let command = scene
+        .dormouse
+        .start_hibernating_by_monitor(&monitor, &scene.image(), &options);
+    let outcome = scene.dormouse.finish(command).expect_exit(TIMED_OUT);
+    assert!(
+        message(&outcome).contains("another client holds it"),
+        "{outcome:#?}"
+    );
+    scene.guest.wait_for_more_ticks();
 }

@@ -34,9 +34,9 @@ fn a_running_guest_counts_on_under_qemu_11_1() {
 
 fn modes(build: QemuBuild) -> &'static [&'static str] {
     if build.maps_images() {
-        &["eager", "map"]
+        &["eager", "map", "stream"]
     } else {
-        &["eager"]
+        &["eager", "stream"]
     }
 }
 

@@ -12,4 +12,5 @@
 
 pub mod client;
 pub mod routes;
+pub mod snapshot;
 pub mod types;

@@ -15,7 +15,7 @@ use tokio::net::UnixListener;
 use tokio::sync::{oneshot, watch};
 use uuid::Uuid;
 
-use super::types::{Cancelled, Completed, NewOperation, Operation, Problem, Terms, Vm};
+use super::types::{Cancelled, Completed, MemoryFeed, NewOperation, Operation, Problem, Terms, Vm};
 use crate::error::{Code, Failure};
 use crate::machine::hibernate::forecast::{Forecast, forecast};
 use crate::supervisor::{Handle, Request, hibernation};
@@ -80,6 +80,7 @@ async fn vm(State(handle): State<Handle>) -> Result<Json<Vm>, Failure> {
         ram: handle.ram,
         operation,
         woken: handle.woken,
+        feed: handle.feed.as_ref().map(MemoryFeed::from),
     }))
 }
 
@@ -110,7 +111,7 @@ async fn dry_run(
     State(handle): State<Handle>,
     Json(wish): Json<NewOperation>,
 ) -> Result<Json<Forecast>, Failure> {
-    let request = hibernation(wish, &handle)?;
+    let request = hibernation(wish, Duration::ZERO, &handle)?;
     Ok(Json(forecast(&handle.client, &request).await?))
 }
 

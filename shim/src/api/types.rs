@@ -10,10 +10,13 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use uuid::Uuid;
 use zeroize::Zeroizing;
 
+use super::snapshot::{NewSnapshot, Snapshot};
 use crate::error::{Code, Disposition, Failure, GuestState};
 use crate::machine::effect::milliseconds;
 use crate::machine::hibernate::machine::CancelAnswer;
 use crate::machine::volume::{VolumeProgress, Wish as VolumeWish};
+use crate::machine::wake::feeding::{State, View};
+use crate::machine::wake::follow_up::FollowUp;
 use crate::machine::{hibernate, suspend, volume, wake};
 use crate::supervisor::request_queue::{Ask, Priority};
 use crate::vm::engine::{Choice, Wish};
@@ -38,6 +41,100 @@ pub struct Vm {
     pub operation: Option<Operation>,
     /// How it was woken, if it was.
     pub woken: Option<Woken>,
+    /// How far its memory is, if it was woken before that was there.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub feed: Option<MemoryFeed>,
+}
+
+/// Memory that comes to a guest while it runs.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct MemoryFeed {
+    /// How it stands.
+    pub state: FeedState,
+    /// All of the guest's memory, in bytes.
+    pub total_bytes: u64,
+    /// What it has of it, in bytes.
+    pub fed_bytes: u64,
+    /// How much came in a second, so far or in all.
+    pub bytes_per_second: u64,
+    /// How long the rest will take at that pace, in milliseconds.
+    pub remaining_ms: Option<u64>,
+    /// How often the guest waited for a page and got it.
+    pub answers: u64,
+    /// Half of the answers took no longer, in microseconds.
+    pub answer_p50_us: Option<u64>,
+    /// 99 of 100 answers took no longer, in microseconds.
+    pub answer_p99_us: Option<u64>,
+    /// Memory that cannot be had: the guest stands where it needs it.
+    pub damaged: Vec<DamagedMemory>,
+    /// Why not all of it came, where that is so.
+    pub error: Option<Problem>,
+}
+
+/// How a feed stands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum FeedState {
+    /// Memory is coming.
+    Feeding,
+    /// All is there.
+    Complete,
+    /// Not all will be.
+    Failed,
+}
+
+/// Memory that the image does not give.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DamagedMemory {
+    /// Its RAM block.
+    pub block: String,
+    /// Where in it, in bytes.
+    pub offset: u64,
+    /// How much, in bytes.
+    pub length: u64,
+    /// Why.
+    pub why: String,
+}
+
+impl From<&View> for MemoryFeed {
+    fn from(view: &View) -> Self {
+        let (state, numbers, damage) = view.state();
+        let took = match &state {
+            State::Complete(fed) => fed.took,
+            _ => view.began().elapsed(),
+        };
+        let bytes_per_second = (numbers.fed.0 as f64 / took.as_secs_f64().max(1e-3)) as u64;
+        let left = numbers.total.0 - numbers.fed.0.min(numbers.total.0);
+        let micros = |time: Option<Duration>| Some(time?.as_micros().try_into().unwrap_or(u64::MAX));
+        Self {
+            total_bytes: numbers.total.0,
+            fed_bytes: numbers.fed.0,
+            bytes_per_second,
+            remaining_ms: (state == State::Feeding && bytes_per_second > 0)
+                .then(|| (left as f64 / bytes_per_second as f64 * 1000.0) as u64),
+            answers: numbers.answers,
+            answer_p50_us: micros(numbers.half_within),
+            answer_p99_us: micros(numbers.nearly_all_within),
+            damaged: damage
+                .into_iter()
+                .map(|damage| DamagedMemory {
+                    block: damage.block,
+                    offset: damage.offset,
+                    length: damage.length.0,
+                    why: damage.why,
+                })
+                .collect(),
+            error: match &state {
+                State::Failed(failure) => Some(Problem::from(failure)),
+                _ => None,
+            },
+            state: match state {
+                State::Feeding => FeedState::Feeding,
+                State::Complete(_) => FeedState::Complete,
+                State::Failed(_) => FeedState::Failed,
+            },
+        }
+    }
 }
 
 /// Where a guest's RAM is.
@@ -71,6 +168,9 @@ pub struct Woken {
     pub start_to_running_ms: f64,
     /// How long each phase took, in milliseconds.
     pub timings_ms: BTreeMap<String, f64>,
+    /// What was done for the guest once it ran.
+    #[serde(default)]
+    pub follow_up: FollowUp,
 }
 
 /// A wish for an operation.
@@ -106,6 +206,8 @@ pub enum NewOperation {
         #[serde(default, skip_serializing_if = "Option::is_none")]
         stall_timeout_ms: Option<u64>,
     },
+    /// Save the guest into an image, and let it go on.
+    Snapshot(NewSnapshot),
     /// Have the guest save itself onto its own disk, by its agent, and power off; then QEMU ends. There is no image.
     SuspendToDisk {
         /// The guest agent's socket, an absolute path; without it, the one that QEMU has for it.
@@ -163,6 +265,7 @@ impl NewOperation {
     pub fn title(&self) -> String {
         match self {
             Self::Hibernate { to, .. } => format!("hibernation to {}", to.display()),
+            Self::Snapshot(snapshot) => format!("snapshot to {}", snapshot.to.display()),
             Self::SuspendToDisk { .. } => "suspend to disk".to_owned(),
             Self::MoveVolumes { volumes, .. } => {
                 let to: Vec<String> = volumes
@@ -178,6 +281,7 @@ impl NewOperation {
     pub fn kind(&self) -> OperationKind {
         match self {
             Self::Hibernate { .. } => OperationKind::Hibernate,
+            Self::Snapshot(_) => OperationKind::Snapshot,
             Self::SuspendToDisk { .. } => OperationKind::SuspendToDisk,
             Self::MoveVolumes { .. } => OperationKind::MoveVolumes,
         }
@@ -203,7 +307,7 @@ impl<'de> Deserialize<'de> for Key {
     }
 }
 
-mod compression {
+pub(super) mod compression {
     use dormouse_storage::Compression;
     use serde::de::Error;
     use serde::{Deserialize, Deserializer, Serializer};
@@ -243,20 +347,12 @@ impl From<hibernate::Storage> for Storage {
 pub enum OperationKind {
     /// The guest goes into an image.
     Hibernate,
+    /// A copy of the guest goes into an image.
+    Snapshot,
     /// The guest saves itself.
     SuspendToDisk,
     /// The guest gets other volumes.
     MoveVolumes,
-}
-
-impl OperationKind {
-    /// Whether there is no VM any more once such an operation has ended well.
-    pub fn ends_the_vm(self) -> bool {
-        match self {
-            Self::Hibernate | Self::SuspendToDisk => true,
-            Self::MoveVolumes => false,
-        }
-    }
 }
 
 /// An operation.
@@ -287,12 +383,21 @@ pub struct Operation {
     pub error: Option<Problem>,
 }
 
+impl Operation {
+    /// Whether it ended well, and left no guest to do anything with.
+    pub fn ended_the_guest(&self) -> bool {
+        self.result.as_ref().is_some_and(Ending::is_of_the_guest)
+    }
+}
+
 /// What came of an operation that ended well.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(untagged)]
 pub enum Ending {
     /// The guest is in an image.
     Hibernated(Box<Hibernated>),
+    /// A copy of the guest is in an image.
+    Snapshot(Box<Snapshot>),
     /// The guest is on its own disk.
     SuspendedToDisk(SuspendedToDisk),
     /// The guest is on its new volumes.
@@ -320,6 +425,13 @@ pub struct VolumesMoved {
 pub enum VolumesMovedTag {
     /// The guest is on its new volumes, and the old ones are let go.
     VolumesMoved,
+}
+
+impl Ending {
+    /// Whether it is the guest's end too.
+    pub fn is_of_the_guest(&self) -> bool {
+        !matches!(self, Self::Snapshot(_) | Self::VolumesMoved(_))
+    }
 }
 
 /// What came of a suspend to disk.
@@ -472,6 +584,37 @@ impl From<suspend::Report> for SuspendedToDisk {
     }
 }
 
+impl Woken {
+    /// What a person is told of it.
+    pub fn describe(&self) -> String {
+        let mode = serde_json::to_value(self.mode).unwrap_or_default();
+        let mode = mode.as_str().unwrap_or_default();
+        let split: Vec<String> = SPLIT
+            .iter()
+            .filter_map(|(phase, told)| Some(format!("{told} {:.0}", self.timings_ms.get(*phase)?)))
+            .collect();
+        format!(
+            "by {mode}, {:.0} ms from QEMU's start to running ({} ms)",
+            self.start_to_running_ms,
+            split.join(", ")
+        ) + if self.follow_up.clock_set {
+            "; its clock was set"
+        } else {
+            ""
+        }
+    }
+}
+
+/// The phases of a wake that a person is told of.
+const SPLIT: [(&str, &str); 6] = [
+    ("Preparing", "memory"),
+    ("Starting", "start"),
+    ("Checking", "check"),
+    ("Loading", "load"),
+    ("Marking", "mark"),
+    ("Resuming", "resume"),
+];
+
 impl From<volume::Report> for VolumesMoved {
     fn from(report: volume::Report) -> Self {
         Self {
@@ -492,12 +635,13 @@ impl From<wake::Report> for Woken {
             operation: None,
             mode: report.mode,
             start_to_running_ms: report.start_to_running_ms,
+            follow_up: report.follow_up,
             timings_ms: by_name(&report.timings_ms),
         }
     }
 }
 
-fn by_name<P: std::fmt::Debug>(timings: &[(P, f64)]) -> BTreeMap<String, f64> {
+pub(super) fn by_name<P: std::fmt::Debug>(timings: &[(P, f64)]) -> BTreeMap<String, f64> {
     timings
         .iter()
         .map(|(phase, elapsed)| (format!("{phase:?}"), *elapsed))

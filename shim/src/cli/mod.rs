@@ -8,6 +8,7 @@ mod key;
 mod recover;
 mod report;
 mod run;
+mod snapshot;
 mod status;
 mod volume;
 mod wake;
@@ -54,6 +55,8 @@ enum Verb {
     Run(RunArguments),
     /// Save a guest's memory and devices into an image and end its QEMU
     Hibernate(HibernateArguments),
+    /// Save a guest's memory and devices into an image and let it go on
+    Snapshot(snapshot::SnapshotArguments),
     /// Bring the guest in an image back, and supervise it
     Wake(WakeArguments),
     /// Look into images, check, remove, export and import them
@@ -109,7 +112,7 @@ struct HibernateArguments {
     qmp: Option<PathBuf>,
     /// All VMs in the state directory, as before a host's shutdown. One that fails does not stop the others; the exit
     /// code is 0 when all are in their images, 10 when one needs an operator, else that of the first by name that failed
-    #[arg(long, requires = "to_dir")]
+    #[arg(long, requires = "to_dir", conflicts_with = "operation_id")]
     all: bool,
     /// Where the guest goes: into an image, or onto its own disk, by itself, with its agent's help
     #[arg(long, value_enum, default_value_t)]
@@ -126,6 +129,16 @@ struct HibernateArguments {
     /// Only tell what would stand in the way, and what the hibernation would take; the guest is not touched
     #[arg(long, conflicts_with = "all")]
     dry_run: bool,
+    #[command(flatten)]
+    save: SaveArguments,
+    /// With --mode suspend-to-disk: the guest agent's socket [default: found by QEMU's virtio-serial ports]
+    #[arg(long, value_name = "SOCKET")]
+    agent: Option<PathBuf>,
+}
+
+/// How a guest gets into an image.
+#[derive(Debug, Args)]
+struct SaveArguments {
     /// Replace an image that is there already, once the new one is complete
     #[arg(long)]
     replace: bool,
@@ -142,20 +155,17 @@ struct HibernateArguments {
     /// Write at most so much in a second (bytes, or with a suffix: 200M, 1.5G)
     #[arg(long, value_name = "BYTES", value_parser = byte_count)]
     rate_limit: Option<ByteCount>,
-    /// Give the guest back if the image is not complete after this time (30s, 5m) [default: no limit]; with --mode
-    /// suspend-to-disk: how long the guest may take until it is off [default: 5m]
+    /// Give up, and the guest back, if the image is not complete after this time (30s, 5m) [default: no limit]; of a
+    /// suspend to disk: how long the guest may take until it is off [default: 5m]
     #[arg(long, value_name = "TIME", value_parser = humantime::parse_duration)]
     timeout: Option<Duration>,
-    /// Give the guest back if there is no progress for this time [default: 2m]
+    /// Give up, and the guest back, if there is no progress for this time [default: 2m]
     #[arg(long, value_name = "TIME", value_parser = humantime::parse_duration)]
     stall_timeout: Option<Duration>,
     #[command(flatten)]
     terms: TermArguments,
     #[command(flatten)]
     key: KeyArguments,
-    /// With --mode suspend-to-disk: the guest agent's socket [default: found by QEMU's virtio-serial ports]
-    #[arg(long, value_name = "SOCKET")]
-    agent: Option<PathBuf>,
 }
 
 /// On which terms an operation is asked for.
@@ -163,13 +173,14 @@ struct HibernateArguments {
 struct TermArguments {
     /// The operation's id. The same command again with the same id joins the operation or tells how it ended, and never
     /// does it twice
-    #[arg(long, value_name = "UUID", conflicts_with = "all")]
+    #[arg(long, value_name = "UUID")]
     operation_id: Option<Uuid>,
     /// How much it matters: an operation under way that matters less is cancelled, its guest given back, and then this
     /// one begins [default: normal; with --all: high]
     #[arg(long, value_enum, conflicts_with = "qmp")]
     priority: Option<Priority>,
-    /// How long to wait for another operation under way [default: not at all]
+    /// How long to wait for another operation under way, for whoever holds the image's target, and with --qmp for another
+    /// client of the monitor [default: not at all]
     #[arg(long, value_name = "TIME", value_parser = humantime::parse_duration)]
     lock_timeout: Option<Duration>,
 }
@@ -203,15 +214,22 @@ struct WakeArguments {
     /// Name of the VM [default: the one that it was saved with]
     #[arg(long)]
     name: Option<String>,
-    /// How RAM comes back [default: map where QEMU can, else eager]
+    /// How RAM comes back [default: map where it can be, else lazy where the host allows, else eager]
     #[arg(long)]
     mode: Option<Mode>,
+    /// With lazy: read at most so much in a second (bytes, or with a suffix: 200M, 1.5G) of what the guest does not wait for
+    #[arg(long, value_name = "BYTES", value_parser = byte_count)]
+    rate_limit: Option<ByteCount>,
     /// Leave the guest paused
     #[arg(long)]
     paused: bool,
     /// Keep the image, marked as used, after the guest runs
     #[arg(long)]
     keep_image: bool,
+    /// Of a snapshot: its disks are copies from the moment of the snapshot, also where Dormouse cannot see that they are
+    /// other disks than those that its guest went on with
+    #[arg(long)]
+    disks_as_saved: bool,
     /// Check every chunk of RAM first, also in a mode that would not
     #[arg(long)]
     verify: bool,
@@ -281,6 +299,7 @@ fn start(cli: Cli, report: &Report) -> Result<ExitCode, Failure> {
         match cli.verb {
             Verb::Run(arguments) => run::run(arguments, &state, report).await,
             Verb::Hibernate(arguments) => hibernate::hibernate(arguments, &state, report).await,
+            Verb::Snapshot(arguments) => snapshot::snapshot(arguments, &state, report).await,
             Verb::Wake(arguments) => wake::wake(arguments, &state, report).await,
             Verb::Image(verb) => image::image(verb, &state, report).await,
             Verb::Volume(verb) => volume::volume(verb, &state, report).await,

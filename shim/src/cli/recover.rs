@@ -11,7 +11,7 @@ use serde_json::json;
 
 use super::RecoverArguments;
 use super::report::Report;
-use crate::error::{Code, Failure};
+use crate::error::{Code, Failure, GuestState};
 use crate::journal::{self, Found, Record};
 use crate::machine::recover::runner::recover as recover_one;
 use crate::machine::recover::{Outcome, Recovered};
@@ -164,7 +164,7 @@ async fn one(found: Found, state: &StateDir, wanted: &Wanted) -> Result<Option<R
                 .await
                 .map_err(|failure| failure.while_doing(&title(&record)))?;
             note_ending(state, &record, recovered.outcome);
-            if recovered.outcome == Outcome::Hibernated || recovered.outcome == Outcome::QemuGone {
+            if recovered.guest == GuestState::Stopped {
                 free_name(state, &record).await;
             }
             Ok(Some(recovered))
@@ -211,20 +211,22 @@ async fn free_name(state: &StateDir, record: &Record) {
 }
 
 fn title(record: &Record) -> String {
-    format!("hibernation {} of {}", record.operation, record.vm_name)
+    format!("{} {} of {}", record.aim, record.operation, record.vm_name)
 }
 
 fn describe(recovered: &Recovered) -> String {
     let (name, image) = (&recovered.name, recovered.image.display());
+    let aim = recovered.aim;
     let what = match recovered.outcome {
+        Outcome::Snapshot => format!("a whole snapshot is in {image}, the guest is not touched"),
         Outcome::Hibernated => format!("hibernated to {image}, QEMU has ended"),
         Outcome::GivenBack => {
             let guest = serde_json::to_value(recovered.guest).unwrap_or_default();
             let guest = guest.as_str().unwrap_or_default().to_owned();
-            format!("not hibernated, the guest is given back ({guest})")
+            format!("no {aim}, the guest is given back ({guest})")
         }
         Outcome::RanOn => "not hibernated, the guest had gone on by itself".to_owned(),
-        Outcome::QemuGone => format!("QEMU has ended, and there is no image of this hibernation at {image}"),
+        Outcome::QemuGone => format!("QEMU has ended, and there is no image of this {aim} at {image}"),
     };
     format!("{name}: {what}")
 }

@@ -43,6 +43,15 @@ impl Report {
         }
     }
 
+    /// What was reached beside a guest that has the terminal's output: an object for programs, a remark for people.
+    pub fn milestone(&self, object: &impl Serialize, text: &str) {
+        if self.json {
+            print_json(&self.named(object));
+        } else {
+            self.remark(text);
+        }
+    }
+
     /// A last line beside a guest that has the terminal's output: for programs alone.
     pub fn last_line(&self, object: &impl Serialize) {
         if self.json {

@@ -43,6 +43,7 @@ pub async fn run(arguments: RunArguments, state: &StateDir, report: &Report) -> 
         qemu,
         ram,
         image: None,
+        feeding: None,
         remove_image: false,
         woken: None,
         command_line,

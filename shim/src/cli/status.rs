@@ -138,7 +138,7 @@ fn describe_ending(ending: &LastEnding, image_now: Option<&str>) -> String {
     format!("{name}: {what} at {at}{since}")
 }
 
-/// Hibernations whose process is gone.
+/// Hibernations and snapshots whose process is gone.
 fn interrupted(state: &StateDir) -> Vec<Record> {
     let found = journal::find(&state.operations()).unwrap_or_default();
     found
@@ -152,7 +152,8 @@ fn interrupted(state: &StateDir) -> Vec<Record> {
 
 fn describe_interrupted(record: &Record) -> String {
     format!(
-        "its hibernation to {} was interrupted, `dormouse recover` ends it",
+        "its {} to {} was interrupted, `dormouse recover` ends it",
+        record.aim,
         record.target.display()
     )
 }
@@ -164,17 +165,16 @@ pub fn describe(vm: &Vm) -> String {
         vm.name, vm.run_state, vm.qemu_version, vm.pid
     );
     if let Some(woken) = &vm.woken {
-        let mode = serde_json::to_value(woken.mode).unwrap_or_default();
         text.push_str(&format!(
-            "\nwoken from {} by {}: {:.0} ms from QEMU's start to running",
+            "\nwoken from {} {}",
             woken.image.display(),
-            mode.as_str().unwrap_or_default(),
-            woken.start_to_running_ms
+            woken.describe()
         ));
     }
     if let Some(operation) = &vm.operation {
         let kind = match operation.kind {
             OperationKind::Hibernate => "hibernation",
+            OperationKind::Snapshot => "snapshot",
             OperationKind::SuspendToDisk => "suspend to disk",
             OperationKind::MoveVolumes => "move of volumes",
         };

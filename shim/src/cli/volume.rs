@@ -11,7 +11,7 @@ use serde_json::json;
 use uuid::Uuid;
 
 use super::byte_count;
-use super::hibernate::{absolute, as_ms, attend, by_supervisor, known_of};
+use super::hibernate::{absolute, as_ms, attend, by_supervisor, known_of, something_else};
 use super::report::Report;
 use crate::api::client::Supervisor;
 use crate::api::types::{Ending, NewOperation, OperationKind, Terms, VolumesMoved};
@@ -120,9 +120,8 @@ async fn move_volumes(
             };
             match by_supervisor(state, name, (wish, terms), signals, report).await? {
                 Ending::VolumesMoved(moved) => moved,
-                Ending::Hibernated(_) | Ending::SuspendedToDisk(_) => {
-                    let why = "the supervisor did something else than it was asked for";
-                    return Err(Failure::new(Code::Internal, why));
+                Ending::Hibernated(_) | Ending::Snapshot(_) | Ending::SuspendedToDisk(_) => {
+                    return Err(something_else());
                 }
             }
         }

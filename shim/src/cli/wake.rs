@@ -1,21 +1,29 @@
 //! `dormouse wake`: brings the guest in an image back, and supervises it.
 
 use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::Duration;
 
 use dormouse_storage::Image;
 use rustix::process::{getpid, kill_process};
+use serde_json::json;
 use tokio::sync::{mpsc, watch};
 
 use super::report::Report;
 use super::{WakeArguments, conclude, detach, recover};
 use crate::api::types::{Ram, Woken as WokenDocument};
 use crate::error::{Code, Failure};
+use crate::machine::wake::feeding::Feeding;
+use crate::machine::wake::lazy::FeedWish;
 use crate::machine::wake::machine::Phase;
 use crate::machine::wake::runner::{Surroundings, Woken, wake as wake_guest};
 use crate::machine::wake::{Mode, Request};
 use crate::signals::Signals;
 use crate::supervisor::state_dir::{StateDir, checked_name};
 use crate::supervisor::{Supervised, remove_used_up, supervise};
+
+/// How often progress is told while RAM is read.
+const PROGRESS_INTERVAL: Duration = Duration::from_millis(200);
 
 pub async fn wake(arguments: WakeArguments, state: &StateDir, report: &Report) -> Result<ExitCode, Failure> {
     let name = match arguments.name {
@@ -38,16 +46,22 @@ pub async fn wake(arguments: WakeArguments, state: &StateDir, report: &Report) -
         mode: arguments.mode,
         paused: arguments.paused,
         verify: arguments.verify,
+        disks_as_saved: arguments.disks_as_saved,
         changes: arguments.changes,
         key: arguments.key.read()?,
+        feed: FeedWish {
+            rate_limit: arguments.rate_limit,
+            keep_image: arguments.keep_image,
+        },
     };
     let surroundings = Surroundings {
         vm_directory: directory.path(),
         monitor_socket: &state.monitor_socket(&name),
         ram_directory: ram_dir,
+        progress: Arc::default(),
         started: &|pid, command_line| directory.record(pid, command_line, None),
     };
-    let woken = match wake_unless_signalled(request, surroundings, &mut signals).await {
+    let woken = match wake_unless_signalled(request, surroundings, &mut signals, report).await {
         Ok(woken) => woken,
         Err(failure) => {
             // What may have become of a guest of uncertain state is for a person to find: all traces stay.
@@ -61,16 +75,19 @@ pub async fn wake(arguments: WakeArguments, state: &StateDir, report: &Report) -
         operation: woken.image.manifest().operation,
         ..WokenDocument::from(woken.report)
     };
-    report.remark(&format!(
-        "{name} is awake: {:.0} ms from QEMU's start to running ({:?})",
-        document.start_to_running_ms, document.mode
-    ));
+    report.milestone(
+        &json!({"result": "woken", "name": name, "woken": document}),
+        &format!("{name} is awake: {}", document.describe()),
+    );
     let ram = match (document.mode, woken.pages) {
-        (Mode::Eager, Some(pages)) => Ram::Shared { pages },
-        (Mode::Eager, None) => Ram::AsGiven,
+        (Mode::Eager | Mode::Lazy, Some(pages)) => Ram::Shared { pages },
+        (Mode::Eager | Mode::Lazy, None) | (Mode::Stream, _) => Ram::AsGiven,
         (Mode::Map, _) => Ram::MappedFromImage,
     };
-    let image = after_wake(woken.image, document.mode, arguments.keep_image);
+    let (image, feeding) = match woken.feed {
+        Some(feed) => (None, Some(Feeding::new(feed, woken.image, arguments.keep_image))),
+        None => (after_wake(woken.image, document.mode, arguments.keep_image), None),
+    };
     let supervised = Supervised {
         directory,
         operations: state.operations(),
@@ -78,6 +95,7 @@ pub async fn wake(arguments: WakeArguments, state: &StateDir, report: &Report) -
         qemu: woken.qemu,
         ram,
         image,
+        feeding,
         remove_image: !arguments.keep_image,
         woken: Some(document),
         command_line: woken.command_line,
@@ -103,14 +121,26 @@ async fn wake_unless_signalled(
     request: Request,
     surroundings: Surroundings<'_>,
     signals: &mut Signals,
+    report: &Report,
 ) -> Result<Woken, Failure> {
+    let memory = Arc::clone(&surroundings.progress);
     let (cancel, cancels) = mpsc::channel(1);
     let told = watch::Sender::new(Phase::Opening);
+    let phase = told.subscribe();
+    let mut look = tokio::time::interval(PROGRESS_INTERVAL);
+    look.tick().await;
+    let progress = report.progress();
     let mut waking = std::pin::pin!(wake_guest(request, surroundings, told, cancels));
     let mut signalled = None;
     let woken = loop {
         tokio::select! {
-            woken = &mut waking => break woken?,
+            woken = &mut waking => break woken,
+            _ = look.tick() => {
+                let (done, total) = (memory.done().0, memory.total().0);
+                if total > 0 {
+                    progress.tell_work(&format!("{:?}", *phase.borrow()), done, total);
+                }
+            }
             signal = signals.next() => {
                 signalled = Some(signal);
                 // One that waits already is enough.
@@ -118,6 +148,8 @@ async fn wake_unless_signalled(
             }
         }
     };
+    progress.finish();
+    let woken = woken?;
     if let Some(signal) = signalled {
         // It came too late for a cancel, so it is for the guest: the supervisor hears it again.
         let _ = kill_process(getpid(), signal);

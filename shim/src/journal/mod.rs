@@ -9,6 +9,9 @@
 //!  hibernation   reserve  stop  devices  RAM ────────┐  seal          quit
 //!  record      Saving                    └► Sealing ─┘       Sealed        (removed)
 //!                └────────── a rollback after Sealing: Returning ─────────►(removed)
+//!
+//!  snapshot      reserve  stop  devices  RAM  guest given back ─────┐  seal
+//!  record      Saving                                   └► Sealing ─┘  (removed)
 //! ```
 //!
 //! What is guaranteed:
@@ -210,10 +213,10 @@ fn read<R: Written>(file: &File, path: &Path) -> Result<R, String> {
     let value: serde_json::Value =
         serde_json::from_slice(&bytes).map_err(|error| format!("it is torn or damaged: {error}"))?;
     let form = value["form"].as_u64();
-    if form != Some(u64::from(R::FORM)) {
+    if !form.is_some_and(|form| (1..=u64::from(R::FORM)).contains(&form)) {
         return Err(match form {
             Some(form) => format!(
-                "it has form {form}, and this version of Dormouse reads {}",
+                "it has form {form}, and this version of Dormouse reads up to {}",
                 R::FORM
             ),
             None => "it is damaged: it tells no form".to_owned(),
@@ -289,11 +292,13 @@ mod tests {
     use serde_json::json;
 
     use super::*;
+    use crate::machine::hibernate::machine::Aim;
     use crate::vm::process_identity::ProcessIdentity;
 
     fn record() -> Record {
         Record {
             form: FORM,
+            aim: Aim::Hibernate,
             operation: Uuid::from_u128(7),
             vm_name: "web".to_owned(),
             target: "/images/web".into(),
@@ -414,16 +419,31 @@ mod tests {
     #[test]
     fn a_record_of_another_form_or_of_another_operation_is_told() {
         let (_guard, folder) = folder();
-        drop(Journal::begin(&folder, Record { form: 2, ..record() }).unwrap());
+        drop(Journal::begin(&folder, Record { form: 3, ..record() }).unwrap());
         let [Found::Unreadable { why, .. }] = &find(&folder).unwrap()[..] else {
             panic!("it was read")
         };
-        assert!(why.contains("form 2"), "{why}");
+        assert!(why.contains("form 3"), "{why}");
         let (_guard, folder) = self::folder();
         drop(Journal::begin(&folder, record()).unwrap());
         let other = name_of(&folder, Uuid::from_u128(9));
         fs::rename(name_of(&folder, record().operation), other).unwrap();
         assert!(matches!(find(&folder).unwrap()[..], [Found::Unreadable { .. }]));
+    }
+
+    #[test]
+    fn a_record_of_the_first_form_is_of_a_hibernation() {
+        let (_guard, folder) = folder();
+        drop(Journal::begin(&folder, record()).unwrap());
+        let name = name_of(&folder, record().operation);
+        let mut first: serde_json::Value = serde_json::from_slice(&fs::read(&name).unwrap()).unwrap();
+        first["form"] = json!(1);
+        first.as_object_mut().unwrap().remove("aim");
+        fs::write(&name, first.to_string()).unwrap();
+        let [Found::Interrupted(journal)] = &find(&folder).unwrap()[..] else {
+            panic!("it was not read")
+        };
+        assert_eq!(journal.record(), &Record { form: 1, ..record() });
     }
 
     #[test]

@@ -1,21 +1,25 @@
-//! What is written down of a hibernation: all that somebody else needs to end it well.
+//! What is written down of a hibernation or a snapshot: all that somebody else needs to end it well.
 
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
+use crate::machine::hibernate::machine::Aim;
 use crate::vm::monitor::MigrationSettings;
 use crate::vm::process_identity::ProcessIdentity;
 
 /// The form of a record that this version writes, and the newest that it reads.
-pub const FORM: u32 = 1;
+pub const FORM: u32 = 2;
 
 /// A hibernation under way.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Record {
     /// The record's form: a later one may mean something else.
     pub form: u32,
+    /// What it is; the first form knew only hibernations.
+    #[serde(default)]
+    pub aim: Aim,
     /// The operation.
     pub operation: Uuid,
     /// The VM's name.
@@ -42,7 +46,7 @@ pub struct Record {
 pub enum Point {
     /// The image is begun, the guest stopped, memory read. There is no whole image.
     Saving,
-    /// From now on the image may be sealed.
+    /// From now on the image may be sealed. The guest of a snapshot has been given back.
     Sealing,
     /// The image is sealed; QEMU is ended.
     Sealed,

@@ -34,6 +34,11 @@ impl Interrupt {
         &self.flag
     }
 
+    /// Whether the request was made.
+    pub fn is_raised(&self) -> bool {
+        self.flag.load(Ordering::Relaxed)
+    }
+
     /// Runs `work` until its end or until the request is made.
     pub async fn or<T>(&self, work: impl Future<Output = Result<T, Failure>>) -> Result<T, Failure> {
         let mut raised = self.raised.subscribe();

@@ -9,13 +9,14 @@ use uuid::Uuid;
 
 use super::operation::Prepared;
 use super::request_queue::{Ask, Decision, Denial, REMEMBERED, RequestQueue};
-use super::{Begun, Documents, Handle, Request, absolute, hibernation, volume_move};
-use crate::api::types::{NewOperation, Operation};
+use super::{Begun, Documents, Handle, Request, absolute, hibernation, snapshot, volume_move};
+use crate::api::types::{NewOperation, Operation, OperationKind};
 use crate::error::{Code, Failure};
 use crate::machine::hibernate::machine::CancelAnswer;
 use crate::machine::hibernate::runner::Cancel;
 use crate::machine::suspend;
 use crate::machine::volume::runner::Word;
+use crate::machine::wake::feeding::View;
 
 /// How long a finished operation's document is kept for a watcher that has not read it, once QEMU is gone.
 const FAREWELL: Duration = Duration::from_secs(2);
@@ -139,11 +140,7 @@ impl Desk {
                 self.running = None;
                 self.queue.ended();
                 let last = self.documents.borrow().last().cloned();
-                let ended_the_vm = |operation: watch::Receiver<Operation>| {
-                    let operation = operation.borrow();
-                    operation.result.is_some() && operation.kind.ends_the_vm()
-                };
-                if last.is_some_and(ended_the_vm) {
+                if last.is_some_and(|operation| operation.borrow().ended_the_guest()) {
                     self.deny_all(RequestQueue::guest_gone);
                 }
                 while self.running.is_none()
@@ -160,11 +157,20 @@ impl Desk {
                     return self.signal.take();
                 }
             }
-            News::CancelAnswered(CancelAnswer::TooLate) => self.deny_all(RequestQueue::too_late),
-            News::CancelAnswered(CancelAnswer::Accepted | CancelAnswer::AlreadyEnding) => {}
+            // A snapshot that is past its seal is over soon, and its guest is still there.
+            News::CancelAnswered(CancelAnswer::TooLate) if !self.takes_a_snapshot() => {
+                self.deny_all(RequestQueue::too_late);
+            }
+            News::CancelAnswered(_) => {}
             News::OutOfPatience => self.deny_all(|queue| queue.expired(Instant::now())),
         }
         None
+    }
+
+    fn takes_a_snapshot(&self) -> bool {
+        let documents = self.documents.borrow();
+        let kind = documents.last().map(|operation| operation.borrow().kind);
+        kind == Some(OperationKind::Snapshot)
     }
 
     fn deny_all(&mut self, take: impl FnOnce(&mut RequestQueue<Ticket>) -> Vec<(Denial, Ticket)>) {
@@ -202,18 +208,34 @@ impl Desk {
     }
 
     fn start(&mut self, ask: Ask, handle: &Handle) -> Result<watch::Receiver<Operation>, Failure> {
-        let Ask { id, wish, .. } = ask;
+        if let Some(failure) = handle.feed.as_ref().and_then(View::in_the_way) {
+            return Err(failure);
+        }
+        let Ask {
+            id, wish, patience, ..
+        } = ask;
         let client = handle.client.clone();
         let prepared = Prepared::new(id, wish.kind());
         let (documents, cancel, word) = (prepared.watch(), prepared.cancel(), prepared.word());
         let task = match wish {
             NewOperation::Hibernate { .. } => {
-                let request = hibernation(wish, handle)?;
+                let request = hibernation(wish, patience, handle)?;
                 tokio::spawn(async move {
                     match prepared.hibernate(client, request).await {
                         Ok(report) => tracing::info!(image = %report.image.display(), "hibernated"),
                         Err(failure) => {
                             tracing::warn!(code = ?failure.code, guest = ?failure.guest, %failure, "not hibernated")
+                        }
+                    }
+                })
+            }
+            NewOperation::Snapshot(wish) => {
+                let request = snapshot(wish, patience, handle)?;
+                tokio::spawn(async move {
+                    match prepared.hibernate(client, request).await {
+                        Ok(report) => tracing::info!(image = %report.image.display(), "snapshot taken"),
+                        Err(failure) => {
+                            tracing::warn!(code = ?failure.code, guest = ?failure.guest, %failure, "no snapshot")
                         }
                     }
                 })

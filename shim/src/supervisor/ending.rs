@@ -78,9 +78,9 @@ impl LastEnding {
         reason: Option<String>,
         operation: Option<&Operation>,
     ) -> Self {
-        // One after which the guest went on did not end it.
-        let operation = operation.filter(|operation| operation.kind.ends_the_vm());
-        let result = operation.and_then(|operation| Some((operation.id, operation.result.clone()?)));
+        let result = operation
+            .and_then(|operation| Some((operation.id, operation.result.clone()?)))
+            .filter(|(_, ending)| ending.is_of_the_guest());
         let how = match &result {
             Some((operation, Ending::Hibernated(hibernated))) => How::Hibernated {
                 operation: *operation,
@@ -90,8 +90,10 @@ impl LastEnding {
             Some((operation, Ending::SuspendedToDisk(_))) => How::SuspendedToDisk {
                 operation: *operation,
             },
-            None | Some((_, Ending::VolumesMoved(_))) if status.success() => How::Stopped { reason },
-            None | Some((_, Ending::VolumesMoved(_))) => How::Crashed {
+            Some((_, Ending::Snapshot(_) | Ending::VolumesMoved(_))) | None if status.success() => {
+                How::Stopped { reason }
+            }
+            Some((_, Ending::Snapshot(_) | Ending::VolumesMoved(_))) | None => How::Crashed {
                 exit_code: status.code(),
                 signal: status.signal(),
             },

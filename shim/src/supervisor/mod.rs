@@ -33,12 +33,14 @@ use tokio::sync::{mpsc, oneshot, watch};
 use uuid::Uuid;
 
 use crate::api::routes;
+use crate::api::snapshot::NewSnapshot;
 use crate::api::types::{NewOperation, Operation, Ram, Woken};
 use crate::error::{Code, Failure};
 use crate::machine::hibernate;
 use crate::machine::hibernate::limits::Limits;
-use crate::machine::hibernate::machine::CancelAnswer;
+use crate::machine::hibernate::machine::{Aim, CancelAnswer};
 use crate::machine::volume;
+use crate::machine::wake::feeding::{Feeding, View};
 use crate::signals::Signals;
 use crate::vm::process::{QemuProcess, working_directory};
 use crate::vm::process_identity::ProcessIdentity;
@@ -69,6 +71,8 @@ pub struct Supervised {
     pub ram: Ram,
     /// The image that it was woken from, locked as long as it is in use.
     pub image: Option<Image>,
+    /// What feeds it, where it was woken before its memory was there.
+    pub feeding: Option<Feeding>,
     /// Whether that image is removed at the end.
     pub remove_image: bool,
     /// How it was woken, for status.
@@ -131,6 +135,8 @@ pub struct Handle {
     pub ram: Ram,
     /// How it was woken.
     pub woken: Option<Woken>,
+    /// How its feed stands, if it is or was fed.
+    pub feed: Option<View>,
     /// The machine as it was started; disks may have moved since.
     started: VmRecord,
     /// Where requests go.
@@ -187,6 +193,11 @@ pub async fn supervise(mut supervised: Supervised, mut signals: Signals) -> Resu
             });
         }
     };
+    // Whatever becomes of it is told by its view, and logged.
+    let feeding = supervised.feeding.take().map(|feeding| {
+        let folder = supervised.directory.path().to_owned();
+        tokio::spawn(async move { feeding.run(&folder).await })
+    });
     let woken_from = supervised.woken.as_ref().and_then(|woken| woken.operation);
     let mut desk = Desk::new(published, woken_from);
     let status = loop {
@@ -206,6 +217,10 @@ pub async fn supervise(mut supervised: Supervised, mut signals: Signals) -> Resu
         }
     };
     desk.wait_for_end().await;
+    if let Some(feeding) = feeding {
+        // It ended with QEMU at the latest; what it does with the image it does to the end.
+        let _ = feeding.await;
+    }
     // What QEMU said last may be on its way still; its monitor is closed now.
     let reason = tokio::time::timeout(LAST_WORDS, reason).await;
     let reason = reason.ok().and_then(Result::ok).flatten();
@@ -265,6 +280,7 @@ async fn settle(
         client,
         ram: supervised.ram.clone(),
         woken: supervised.woken.clone(),
+        feed: supervised.feeding.as_ref().map(Feeding::view),
         started: VmRecord {
             qemu: ProcessIdentity::of(pid),
             command_line: supervised.command_line.clone(),
@@ -292,8 +308,35 @@ fn pass_on(signal: Signal, supervised: &Supervised) {
     }
 }
 
-/// What a wish for a hibernation asks for.
-pub fn hibernation(wish: NewOperation, handle: &Handle) -> Result<hibernate::Request, Failure> {
+/// What a wish for a snapshot asks for.
+fn snapshot(wish: NewSnapshot, lock: Duration, handle: &Handle) -> Result<hibernate::Request, Failure> {
+    let aim = Aim::Snapshot {
+        leave_paused: wish.leave_paused,
+    };
+    let as_of_hibernation = NewOperation::Hibernate {
+        to: wish.to,
+        replace: wish.replace,
+        engine: wish.engine,
+        channels: wish.channels,
+        compress: wish.compress,
+        key: wish.key,
+        rate_limit_bytes: wish.rate_limit_bytes,
+        timeout_ms: wish.timeout_ms,
+        stall_timeout_ms: wish.stall_timeout_ms,
+    };
+    Ok(hibernate::Request {
+        aim,
+        live: wish.live.map(Into::into),
+        ..hibernation(as_of_hibernation, lock, handle)?
+    })
+}
+
+/// What a wish for a hibernation asks for; `lock`: how long it may wait for its target.
+pub fn hibernation(
+    wish: NewOperation,
+    lock: Duration,
+    handle: &Handle,
+) -> Result<hibernate::Request, Failure> {
     let NewOperation::Hibernate {
         to,
         replace,
@@ -316,6 +359,8 @@ pub fn hibernation(wish: NewOperation, handle: &Handle) -> Result<hibernate::Req
     }
     let limits = Limits::default();
     Ok(hibernate::Request {
+        aim: Aim::Hibernate,
+        live: None,
         target: absolute(to)?,
         replace,
         engine,
@@ -328,6 +373,7 @@ pub fn hibernation(wish: NewOperation, handle: &Handle) -> Result<hibernate::Req
         limits: Limits {
             total: timeout_ms.map(Duration::from_millis),
             stall: stall_timeout_ms.map_or(limits.stall, Duration::from_millis),
+            lock,
         },
         monitor: handle.monitor.clone(),
         operations: handle.operations.clone(),

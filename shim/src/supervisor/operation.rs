@@ -8,8 +8,9 @@ use dormouse_storage::Progress;
 use tokio::sync::{mpsc, watch};
 use uuid::Uuid;
 
-use crate::api::types::{Ending, Hibernated, Operation, OperationKind, Problem};
+use crate::api::types::{Ending, Operation, OperationKind, Problem};
 use crate::error::Failure;
+use crate::machine::hibernate::machine::Aim;
 use crate::machine::hibernate::runner::{Cancel, Told};
 use crate::machine::volume::runner::{Heard, Word};
 use crate::machine::{hibernate, suspend, volume};
@@ -72,7 +73,7 @@ impl Prepared {
         self.word.clone()
     }
 
-    /// Hibernates, publishing on the way. The document's last version holds the result or the error.
+    /// Hibernates or takes a snapshot, publishing on the way. The document's last version holds the result or the error.
     pub async fn hibernate(
         self,
         client: Client,
@@ -111,8 +112,10 @@ impl Prepared {
         };
         drop(cancel);
         let phase = news.borrow().phase;
-        let ending =
-            |report: &hibernate::Report| Ending::Hibernated(Box::new(Hibernated::from(report.clone())));
+        let ending = |report: &hibernate::Report| match report.aim {
+            Aim::Hibernate => Ending::Hibernated(Box::new(report.clone().into())),
+            Aim::Snapshot { .. } => Ending::Snapshot(Box::new(report.clone().into())),
+        };
         conclude(&document, phase, outcome.as_ref().map(ending));
         outcome
     }

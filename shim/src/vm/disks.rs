@@ -2,21 +2,40 @@
 //!
 //! A guest's memory holds pieces of its disks. Woken on a disk that was written since, the guest would write its old
 //! pieces over the new data, and nobody would notice until the filesystem is ruined. So every image carries a witness
-//! of each disk (which file, its size, when it was last written), taken after QEMU has let go of the disks, and a
-//! wake compares before it loads anything.
+//! of each disk, taken after QEMU has let go of the disks, and a wake compares before it loads anything:
+//!
+//! | disk | what has to be as it was | what it does not see |
+//! | --- | --- | --- |
+//! | file | size, time of the last write | a write whose time was put back |
+//! | qcow2 | that, and a CRC of its header and tables | an overwrite in place whose time was put back |
+//! | block device | size, and a CRC of a sample | a write that is not in the sample |
+//! | network disk | nothing: it is told that nothing is known | any |
+//!
+//! Inode and device are kept for people; they may differ, because a volume may have been copied or mounted elsewhere. A
+//! copy has to keep the time (`cp --preserve=timestamps`, `rsync -t`): one that does not cannot be told from a disk that
+//! was written. The time of the last change of the inode (ctime) is not looked at: a `chmod`, a rename, a hard link and
+//! every copy change it, and none of them changes what the guest reads.
 
-use std::fs;
-use std::os::unix::fs::MetadataExt;
+use std::fs::{self, File};
+use std::io::{Seek, SeekFrom};
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::Path;
+use std::sync::mpsc;
+use std::thread;
+use std::time::Duration;
 
 use dormouse_qmp::Client;
 use dormouse_qmp::command;
 use dormouse_qmp::view::block::BlockInfo;
 use dormouse_storage::image::manifest::{BackingFile, Disk, DiskWitness};
+use dormouse_storage::{Fingerprint, fingerprint};
 
 use super::binary::modified_ns;
 use super::file_identity::FileIdentity;
 use crate::error::{Code, Failure};
+
+/// How long a disk may take to be read for its fingerprint: some seventy reads.
+const FINGERPRINT_LIMIT: Duration = Duration::from_secs(10);
 
 /// The disks that QEMU has now; file names are taken relative to QEMU's working `directory`.
 pub async fn present(client: &Client, directory: &Path) -> Result<Vec<Disk>, Failure> {
@@ -25,6 +44,53 @@ pub async fn present(client: &Client, directory: &Path) -> Result<Vec<Disk>, Fai
         .into_iter()
         .filter_map(|block| record(block, directory))
         .collect())
+}
+
+/// The same disks with their fingerprints, for an image: they must not be written any more. What cannot be read has no
+/// witness, and a wake says so.
+pub async fn with_fingerprints(mut disks: Vec<Disk>) -> Result<Vec<Disk>, Failure> {
+    let read = tokio::task::spawn_blocking(move || {
+        for disk in &mut disks {
+            let own = std::iter::once((&disk.file_name, &mut disk.witness));
+            let below = disk.backing.iter_mut();
+            let below = below.map(|file| (&file.file_name, &mut file.witness));
+            for (file, witness) in own.chain(below) {
+                let Some(seen) = witness else { continue };
+                match read_fingerprint(Path::new(file)) {
+                    Ok(fingerprint) => {
+                        seen.sample_crc32 = fingerprint.sample_crc32;
+                        seen.tables_crc32 = fingerprint.tables_crc32;
+                    }
+                    Err(why) => {
+                        tracing::warn!(
+                            file,
+                            why,
+                            "a wake will not be able to tell whether this disk was written"
+                        );
+                        *witness = None;
+                    }
+                }
+            }
+        }
+        disks
+    });
+    read.await.map_err(|error| {
+        Failure::new(
+            Code::Internal,
+            format!("reading the disks ended in panic: {error}"),
+        )
+    })
+}
+
+/// Storage that hangs must not hold up more than this.
+fn read_fingerprint(file: &Path) -> Result<Fingerprint, String> {
+    let (tell, told) = mpsc::channel();
+    let path = file.to_owned();
+    thread::spawn(move || tell.send(fingerprint(&path)));
+    match told.recv_timeout(FINGERPRINT_LIMIT) {
+        Ok(read) => read.map_err(|error| error.to_string()),
+        Err(_) => Err(format!("it was not read within {FINGERPRINT_LIMIT:?}")),
+    }
 }
 
 /// Compares the disks' files, and those below them, with what was recorded. Every difference is told. A disk that
@@ -158,39 +224,70 @@ fn seen(named: &str, directory: &Path) -> (String, Option<DiskWitness>) {
     (file.to_string_lossy().into_owned(), witness(&file))
 }
 
-/// What the file looks like now. Regular files only: size and time of a device node say nothing about what is on the
-/// device.
+/// What the file or block device looks like now, without its fingerprint.
 pub fn witness(file: &Path) -> Option<DiskWitness> {
-    let metadata = fs::metadata(file).ok().filter(fs::Metadata::is_file)?;
+    let metadata = fs::metadata(file).ok()?;
+    let (device_id, size_bytes, mtime_ns) = if metadata.is_file() {
+        (metadata.dev(), metadata.size(), modified_ns(&metadata))
+    } else if metadata.file_type().is_block_device() {
+        // The time of a device node says nothing about what is on the device.
+        let end = File::open(file).and_then(|mut device| device.seek(SeekFrom::End(0)));
+        (metadata.rdev(), end.ok()?, 0)
+    } else {
+        return None;
+    };
     Some(DiskWitness {
-        device_id: metadata.dev(),
+        device_id,
         inode: metadata.ino(),
-        size_bytes: metadata.size(),
-        mtime_ns: modified_ns(&metadata),
+        size_bytes,
+        mtime_ns,
+        sample_crc32: None,
+        tables_crc32: None,
     })
 }
 
-/// The inode may differ (the volume may have been copied or mounted elsewhere); size and time must not.
+/// The inode may differ (the volume may have been copied or mounted elsewhere); size, time and fingerprint must not.
 fn difference(file: &Path, then: &DiskWitness) -> Option<String> {
+    let name = file.display();
     let Some(now) = witness(file) else {
-        return Some(format!("{} is missing", file.display()));
+        return Some(format!("{name} is missing"));
     };
     if now.size_bytes != then.size_bytes {
         return Some(format!(
-            "{} had {} bytes and has now {}",
-            file.display(),
-            then.size_bytes,
-            now.size_bytes
+            "{name} had {} bytes and has now {}",
+            then.size_bytes, now.size_bytes
         ));
     }
     if now.mtime_ns != then.mtime_ns {
         let seconds = (now.mtime_ns - then.mtime_ns) as f64 / 1e9;
         return Some(format!(
-            "{} was written since the save ({seconds:+.3} s)",
-            file.display()
+            "{name} was written since the save ({seconds:+.3} s), or is a copy that did not keep its time"
         ));
     }
-    None
+    if then.sample_crc32.is_none() && then.tables_crc32.is_none() {
+        if then.mtime_ns == 0 {
+            tracing::warn!("cannot tell whether {name} was written since the save");
+        }
+        return None;
+    }
+    let found = match read_fingerprint(file) {
+        Ok(found) => found,
+        Err(why) => {
+            return Some(format!(
+                "{name} cannot be read, to see whether it was written: {why}"
+            ));
+        }
+    };
+    if found.sample_crc32 != then.sample_crc32 {
+        return Some(format!(
+            "{name} was written since the save: a sample of it is not what it was"
+        ));
+    }
+    (found.tables_crc32 != then.tables_crc32).then(|| {
+        format!(
+            "{name} was written since the save: its qcow2 tables are not what they were, although its time is"
+        )
+    })
 }
 
 #[cfg(test)]
@@ -268,8 +365,34 @@ mod tests {
         assert!(!is_target(&disk, &folder.path().join("missing")));
     }
 
+    #[tokio::test]
+    async fn a_qcow2_that_was_rewritten_is_named_even_if_its_time_was_put_back() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let mut qcow2 = vec![0; 4096];
+        qcow2[..4].copy_from_slice(b"QFI\xfb");
+        fs::write(file.path(), &qcow2).unwrap();
+        let recorded = with_fingerprints(vec![disk(file.path())]).await.unwrap();
+        assert!(recorded[0].witness.unwrap().tables_crc32.is_some());
+        assert_eq!(check_unchanged(&recorded), Ok(()));
+        let then = fs::metadata(file.path()).unwrap().modified().unwrap();
+        qcow2[60] = 1;
+        fs::write(file.path(), &qcow2).unwrap();
+        let written = File::options().write(true).open(file.path()).unwrap();
+        written.set_modified(then).unwrap();
+        let error = check_unchanged(&recorded).unwrap_err();
+        assert!(error.message.contains("qcow2 tables"), "{error}");
+    }
+
+    #[tokio::test]
+    async fn a_disk_that_cannot_be_read_has_no_witness() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let seen = disk(file.path());
+        drop(file);
+        assert_eq!(with_fingerprints(vec![seen]).await.unwrap()[0].witness, None);
+    }
+
     #[test]
-    fn a_device_node_is_no_witness() {
+    fn a_character_device_is_no_witness() {
         assert_eq!(witness(Path::new("/dev/null")), None);
     }
 

@@ -13,6 +13,7 @@ pub mod file_identity;
 pub mod graph;
 pub mod hardware;
 pub mod last_words;
+pub mod lock_holder;
 pub mod memory;
 pub mod migration_socket;
 pub mod monitor;

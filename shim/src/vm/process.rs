@@ -23,6 +23,9 @@ use crate::error::{Code, Failure, GuestState};
 /// backend is not there yet count; a QEMU that ends is noticed at once.
 const START_TIMEOUT: Duration = Duration::from_secs(120);
 
+/// How long a QEMU whose monitor is closed may take to be gone.
+const END_TIMEOUT: Duration = Duration::from_secs(5);
+
 /// How often the monitor's socket is tried until QEMU listens.
 const POLL: Duration = Duration::from_millis(1);
 
@@ -145,6 +148,24 @@ impl QemuProcess {
             .wait()
             .await
             .map_err(|error| Failure::new(Code::Internal, format!("cannot wait for QEMU: {error}")))
+    }
+
+    /// What is behind a monitor that is gone: a QEMU that has ended is quoted, one that was killed is
+    /// not.
+    pub async fn why_gone(&mut self, failure: Failure) -> Failure {
+        let Ok(Ok(status)) = tokio::time::timeout(END_TIMEOUT, self.child.wait()).await else {
+            return failure;
+        };
+        match status.code() {
+            Some(_) => Failure::new(
+                Code::Refused,
+                format!(
+                    "QEMU did not take the image and ended ({status}): {}",
+                    self.last_words().await
+                ),
+            ),
+            None => Failure::new(Code::Unreachable, format!("QEMU was killed ({status})")),
+        }
     }
 
     /// What QEMU said last on its error output. For a QEMU that has ended.

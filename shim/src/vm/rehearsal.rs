@@ -79,7 +79,7 @@ impl Rehearsal {
             qemu: binary::describe(&client, line.program()).await?,
             main_ram,
             hardware: hardware::of(&client).await?,
-            disks: disks::present(&client, directory).await?,
+            disks: disks::with_fingerprints(disks::present(&client, directory).await?).await?,
             blocks,
             backed,
         };

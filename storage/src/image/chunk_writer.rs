@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use super::ImageError;
 use super::chunks::{CHUNK_BYTES, Chunk, ChunkContent, Form, Stored, chunk_length};
-use super::codec::{Codec, Workbench};
+use super::codec::{Codec, Unpacker, Workbench};
 use super::compression::Written;
 use super::layout::Layout;
 use crate::rate_limit::RateLimit;
@@ -77,6 +77,57 @@ impl ChunkWriter<'_> {
     /// Waits until all that this worker wrote is with the volume.
     pub(super) fn finish(&self, mut worker: Worker) -> Result<(), ImageError> {
         worker.lane.finish().map_err(|source| self.failed(source))
+    }
+
+    /// The same, and the worker goes on.
+    pub(super) fn settle(&self, worker: &mut Worker) -> Result<(), ImageError> {
+        worker.lane.finish().map_err(|source| self.failed(source))
+    }
+
+    /// Reads into `buffer` what was written for a chunk, which has to be with the volume.
+    pub(super) fn read_back(
+        &self,
+        (block, index): (usize, u64),
+        chunk: &Chunk,
+        unpacker: &mut Unpacker,
+        buffer: &mut AlignedBuf,
+    ) -> Result<(), ImageError> {
+        let ChunkContent::Stored(stored) = chunk.content else {
+            buffer.fill(0);
+            return Ok(());
+        };
+        let place = self.place(block, index);
+        let failed = |why: &str| {
+            let source = io::Error::new(io::ErrorKind::InvalidData, why.to_owned());
+            ImageError::io("read back", self.volume.path(), source)
+        };
+        let whole = (stored.length as usize).next_multiple_of(sys::ALIGNMENT);
+        self.volume
+            .read(&mut unpacker.stored[..whole], place.offset)
+            .map_err(|source| ImageError::io("read back", self.volume.path(), source))?;
+        if crc32fast::hash(&unpacker.stored[..stored.length as usize]) != stored.crc32 {
+            return Err(failed("a chunk is not what was written"));
+        }
+        let bytes = unpacker
+            .unpack(self.codec.cipher(), (block, index), &stored, place.length)
+            .map_err(|_| failed("a chunk cannot be decoded"))?;
+        buffer[..bytes.len()].copy_from_slice(bytes);
+        Ok(())
+    }
+
+    /// Writes zeros to the place of a chunk that is zero and was not.
+    pub(super) fn write_zeros(
+        &self,
+        worker: &mut Worker,
+        (block, index): (usize, u64),
+    ) -> Result<(), ImageError> {
+        let place = self.place(block, index);
+        let mut zeros = worker.buffer();
+        zeros.fill(0);
+        worker
+            .lane
+            .write_buffer(zeros, place.length as usize, place.offset)
+            .map_err(|source| self.failed(source))
     }
 
     /// Writes a chunk of RAM, of which `extents` are the parts that hold anything. It goes to the disk from where

@@ -150,7 +150,7 @@ pub(super) enum DecodeError {
 }
 
 /// Where a chunk is turned back into RAM.
-pub(super) struct Unpacker {
+pub(crate) struct Unpacker {
     /// What was stored; of a raw chunk also what it was made of.
     pub(super) stored: AlignedBuf,
     plain: Option<AlignedBuf>,
@@ -162,7 +162,8 @@ pub(super) struct Unpacker {
 impl Unpacker {
     pub(super) fn new(chunk_bytes: u32) -> Self {
         Self {
-            stored: AlignedBuf::zeroed(chunk_bytes as usize),
+            // One piece of memory to the device that fills it, instead of 256.
+            stored: AlignedBuf::on_huge_pages(chunk_bytes as usize),
             plain: None,
             unpacked: Form::Raw,
             decompressor: None,
@@ -207,7 +208,7 @@ impl Unpacker {
 
 impl Unpacker {
     /// The chunk that was unpacked last, and behind it, if it was a short one, anything.
-    pub(super) fn unpacked(&self) -> &[u8] {
+    pub(crate) fn unpacked(&self) -> &[u8] {
         match (self.unpacked, &self.plain) {
             (Form::Zstd, Some(plain)) => plain,
             _ => &self.stored,

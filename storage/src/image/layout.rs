@@ -5,8 +5,10 @@ use std::collections::HashSet;
 use super::chunks;
 use super::cipher::TAG_BYTES;
 use super::manifest::MANIFEST_LIMIT;
+use super::{ImageError, Mismatch};
 use crate::ByteCount;
 use crate::memory::PAGE_BYTES;
+use crate::migration::StreamBlock;
 
 /// Where the RAM area begins, and what every RAM block is aligned to: the page that x86 and arm64
 /// map RAM with where they can, so that a block can be mapped in place on large pages too.
@@ -157,6 +159,32 @@ impl Layout {
 
     pub(crate) fn index_of(&self, name: &str) -> Option<usize> {
         self.blocks.iter().position(|block| block.name == name)
+    }
+
+    /// Where each block of a stream is here; both have to have the same blocks.
+    pub(crate) fn places_of(&self, blocks: &[StreamBlock]) -> Result<Vec<usize>, ImageError> {
+        let mismatch = |block: &str, mismatch| ImageError::Mismatch {
+            block: block.to_owned(),
+            mismatch,
+        };
+        let mut places = Vec::new();
+        for StreamBlock {
+            name, used_length, ..
+        } in blocks
+        {
+            let place = self
+                .index_of(name)
+                .ok_or_else(|| mismatch(name, Mismatch::Unknown))?;
+            let (planned, found) = (self.blocks()[place].length, *used_length);
+            if planned != found {
+                return Err(mismatch(name, Mismatch::Length { planned, found }));
+            }
+            places.push(place);
+        }
+        match (0..self.blocks().len()).find(|place| !places.contains(place)) {
+            Some(missing) => Err(mismatch(&self.blocks()[missing].name, Mismatch::NotRecorded)),
+            None => Ok(places),
+        }
     }
 
     /// Where the last block ends; a multiple of [`AREA_ALIGNMENT`], because lengths are.

@@ -226,8 +226,14 @@ pub struct DiskWitness {
     pub inode: u64,
     /// Length in bytes.
     pub size_bytes: u64,
-    /// Time of the last change, in nanoseconds since 1970 UTC.
+    /// Time of the last change, in nanoseconds since 1970 UTC; 0 for a block device, which has none.
     pub mtime_ns: i64,
+    /// For a block device: CRC-32 of a sample of it (see [`fingerprint`](crate::fingerprint)).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sample_crc32: Option<u32>,
+    /// For a qcow2: CRC-32 of its header and tables.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tables_crc32: Option<u32>,
 }
 
 /// The guest itself.
@@ -235,6 +241,10 @@ pub struct DiskWitness {
 pub struct Guest {
     /// What it was doing when the save was asked for, and will do again once woken.
     pub state_when_saved: GuestState,
+    /// Whether the guest went on in its QEMU after this: the image is a snapshot, not the only copy of
+    /// its guest, and what the guest's disks hold moves on from it.
+    #[serde(default)]
+    pub went_on: bool,
 }
 
 /// What a guest was doing.
@@ -252,6 +262,14 @@ mod tests {
     use super::*;
 
     #[test]
+    fn a_witness_from_before_fingerprints_is_read() {
+        let json = r#"{"device_id": 1, "inode": 2, "size_bytes": 3, "mtime_ns": 4}"#;
+        let witness: DiskWitness = serde_json::from_str(json).unwrap();
+        assert_eq!((witness.sample_crc32, witness.tables_crc32), (None, None));
+        assert_eq!(witness.mtime_ns, 4);
+    }
+
+    #[test]
     fn unknown_fields_are_passed_over_and_absent_ones_are_none() {
         let json = r#"{
             "created_unix_ms": 1, "dormouse_version": "9.0.0", "vm_name": "web", "machine": "pc-q35-10.0",
@@ -261,6 +279,7 @@ mod tests {
         let manifest: Manifest = serde_json::from_str(json).unwrap();
         assert_eq!(manifest.guest.state_when_saved, GuestState::Paused);
         assert_eq!(manifest.qemu.binary, None);
+        assert!(!manifest.guest.went_on);
         assert!(manifest.disks.is_empty());
         let again: Manifest = serde_json::from_slice(&serde_json::to_vec(&manifest).unwrap()).unwrap();
         assert_eq!(again, manifest);

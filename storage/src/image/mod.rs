@@ -33,8 +33,10 @@ pub(crate) mod error;
 mod interrupted;
 mod key;
 mod layout;
+mod live;
 pub mod manifest;
 mod pages;
+mod precopy;
 mod random;
 pub(crate) mod reader;
 mod received;
@@ -48,6 +50,7 @@ mod writer;
 
 pub use broken::remove_broken;
 pub use chunks::TableError;
+pub(crate) use codec::Unpacker;
 pub use compression::{Compression, CompressionError};
 pub use error::{Corruption, ImageError, Mismatch, TornBecause};
 pub use interrupted::{Interrupted, Remains};

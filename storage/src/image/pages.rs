@@ -3,7 +3,8 @@
 use std::collections::VecDeque;
 
 use super::codec::Unpacker;
-use super::{Image, ImageError, Mismatch};
+use super::precopy::{Place, places};
+use super::{Image, ImageError};
 use crate::migration::{PAGE_BYTES, Page, PageContent};
 use crate::sys;
 
@@ -11,8 +12,8 @@ use crate::sys;
 #[derive(Debug)]
 pub struct Pages<'a> {
     image: &'a Image,
-    /// Chunks to come: block in the image, block in the stream, chunk.
-    chunks: VecDeque<(usize, usize, usize)>,
+    /// Chunks to come.
+    chunks: VecDeque<Place>,
     unpacker: Unpacker,
     ready: VecDeque<Page<'static>>,
 }
@@ -20,27 +21,7 @@ pub struct Pages<'a> {
 impl<'a> Pages<'a> {
     pub(super) fn of(image: &'a Image, except: &[&str]) -> Result<Self, ImageError> {
         let recording = image.device_state()?;
-        let mut chunks = VecDeque::new();
-        for (index, (placement, count)) in image
-            .layout()
-            .blocks()
-            .iter()
-            .zip(image.chunk_counts())
-            .enumerate()
-        {
-            if except.contains(&placement.name.as_str()) {
-                continue;
-            }
-            let in_stream = recording
-                .blocks()
-                .iter()
-                .position(|block| block.name == placement.name)
-                .ok_or_else(|| ImageError::Mismatch {
-                    block: placement.name.clone(),
-                    mismatch: Mismatch::NotRecorded,
-                })?;
-            chunks.extend((0..count).map(|chunk| (index, in_stream, chunk)));
-        }
+        let chunks = places(image, &recording, except)?.into();
         Ok(Self {
             image,
             chunks,
@@ -49,7 +30,7 @@ impl<'a> Pages<'a> {
         })
     }
 
-    fn read(&mut self, (block, in_stream, chunk): (usize, usize, usize)) -> Result<(), ImageError> {
+    fn read(&mut self, (block, in_stream, chunk): Place) -> Result<(), ImageError> {
         let length = self.image.chunk(block, chunk).1.length;
         let (bytes, start) = self.image.read_chunk(block, chunk, &mut self.unpacker)?;
         let page = |offset, content| Page {

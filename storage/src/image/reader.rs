@@ -8,6 +8,7 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use uuid::Uuid;
 
@@ -74,7 +75,7 @@ pub struct Image {
     table: ChunkTable,
     manifest: Manifest,
     /// Of an encrypted image whose key was given.
-    cipher: Option<Cipher>,
+    cipher: Option<Arc<Cipher>>,
     /// Of an encrypted image: chunk table and manifest, as they were read. The device state tells whether they are
     /// authentic.
     open: Vec<u8>,
@@ -110,6 +111,19 @@ impl Image {
         Self::read(file, path, true)
     }
 
+    /// A second reader of the same file, with the same key. As long as either lives a lock of this one is held.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Image::open`].
+    pub fn reader(&self) -> Result<Self, ImageError> {
+        let file = self.file.try_clone();
+        let file = file.map_err(|source| ImageError::io("open", &self.path, source))?;
+        let mut reader = Self::read(file, &self.path, false)?;
+        reader.cipher.clone_from(&self.cipher);
+        Ok(reader)
+    }
+
     /// Takes the key of an encrypted image, without which its RAM and device state cannot be read.
     ///
     /// # Errors
@@ -127,7 +141,7 @@ impl Image {
         let cipher = Cipher::of(key, encryption).ok_or_else(|| ImageError::WrongKey {
             path: self.path.clone(),
         })?;
-        self.cipher = Some(cipher);
+        self.cipher = Some(Arc::new(cipher));
         Ok(())
     }
 
@@ -480,11 +494,11 @@ impl Image {
         })
     }
 
-    pub(super) fn chunk_bytes(&self) -> u32 {
+    pub(crate) fn chunk_bytes(&self) -> u32 {
         self.superblock.chunk_bytes
     }
 
-    pub(super) fn unpacker(&self) -> Unpacker {
+    pub(crate) fn unpacker(&self) -> Unpacker {
         Unpacker::new(self.superblock.chunk_bytes)
     }
 
@@ -507,7 +521,7 @@ impl Image {
 
     /// Reads a chunk, checks it, and makes RAM of it; tells its bytes, or `None` for zeros, and its offset in the
     /// block.
-    pub(super) fn read_chunk<'u>(
+    pub(crate) fn read_chunk<'u>(
         &self,
         block: usize,
         chunk: usize,
@@ -518,7 +532,7 @@ impl Image {
             return Ok((None, start));
         };
         self.read_stored(block, chunk, &stored, unpacker)?;
-        let bytes = unpacker.unpack(self.cipher.as_ref(), (block, chunk as u64), &stored, length);
+        let bytes = unpacker.unpack(self.cipher.as_deref(), (block, chunk as u64), &stored, length);
         let bytes = bytes.map_err(|error| {
             let block = placement.name.clone();
             let source = match error {
@@ -589,6 +603,22 @@ pub(crate) fn read_superblocks(file: &File, path: &Path) -> Result<Superblocks, 
     }
     let (first, second) = copies[..length].split_at(length.min(COPY_BYTES));
     Ok(Superblocks::read([first, second]))
+}
+
+/// Whether nothing is lost with an image of this superblock: its guest was woken from it, or it is a snapshot, whose
+/// guest went on. One that cannot be read is none.
+pub(crate) fn is_dispensable(file: &File, path: &Path, superblock: &Superblock) -> bool {
+    let is_snapshot = || {
+        superblock.check().ok()?;
+        let manifest = read_area(file, path, "manifest", superblock.manifest).ok()?;
+        let manifest: Manifest = serde_json::from_slice(&manifest).ok()?;
+        Some(manifest.guest.went_on)
+    };
+    match superblock.state {
+        ImageState::Consumed => true,
+        ImageState::Sealed => is_snapshot().unwrap_or(false),
+        ImageState::Writing | ImageState::Waking => false,
+    }
 }
 
 /// Reads an area whose length was checked against its limit and the file's length.

@@ -13,6 +13,7 @@ use super::cipher::Cipher;
 use super::layout::AREA_ALIGNMENT;
 use super::state::ImageState;
 use super::superblock::{COPY_BYTES, COPY_OFFSETS, Superblock, area_of, beginning};
+use super::writer::{MemoryWritten, written};
 use crate::volume::{Published, Volume, VolumeKind, allocated};
 use crate::{ByteCount, Run};
 
@@ -73,6 +74,15 @@ pub struct CompleteImage {
 }
 
 impl CompleteImage {
+    /// What its RAM turned out to hold.
+    pub fn written(&self) -> MemoryWritten {
+        let mut all = MemoryWritten::default();
+        for of_block in &self.table.chunks {
+            all += written(of_block);
+        }
+        all
+    }
+
     /// Makes it an image: the sealed superblock; sync; rename; sync of the folder. Short, because nothing else
     /// is left to sync. After `Ok` the image is the guest.
     ///

@@ -13,6 +13,7 @@
 
 use std::io;
 use std::ops::AddAssign;
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
@@ -25,12 +26,13 @@ use super::cipher::Cipher;
 use super::codec::Codec;
 use super::compression::Compression;
 use super::key::ImageKey;
+use super::live::{Chunks, LATER_LIMIT, Later, Live, amend};
 use super::manifest::{MANIFEST_LIMIT, Manifest};
 use super::received::Received;
 use super::sealed::{CompleteImage, SealedImage, write_tables};
 use super::workers::for_each_chunk;
 use super::{ImageError, Layout, Mismatch};
-use crate::incoming::Incoming;
+use crate::incoming::{Incoming, receive_live};
 use crate::migration::{PageContent, Recording};
 use crate::rate_limit::RateLimit;
 use crate::volume::{Backend, Volume, VolumeKind};
@@ -103,6 +105,8 @@ pub struct ImageWriter {
     begun: Vec<bool>,
     /// Chunks of each block of the layout that was written.
     chunks: Vec<Option<Vec<Chunk>>>,
+    /// What a guest that ran wrote to since, and is still to be laid over them.
+    later: Later,
     /// Most that the image may need, as far as it is known: for the message when there is no room.
     bound: ByteCount,
 }
@@ -146,6 +150,7 @@ impl ImageWriter {
                 .map(|limit| RateLimit::new(limit, Instant::now())),
             begun,
             chunks,
+            later: Later::default(),
             bound,
         })
     }
@@ -264,6 +269,43 @@ impl ImageWriter {
         Ok((recording, all))
     }
 
+    /// Writes all RAM of a guest that runs from a migration over one plain stream, to its end: of pages that come more than
+    /// once the last counts. Some of those are kept in memory (at most 256 MiB) until [`ImageWriter::complete`]: when this
+    /// returns, the guest is not needed any more.
+    ///
+    /// # Errors
+    ///
+    /// As those of [`ImageWriter::write_incoming`].
+    pub fn write_live(
+        &mut self,
+        stream: UnixStream,
+        tail_bound: ByteCount,
+        run: &Run<'_>,
+    ) -> Result<Recording, ImageError> {
+        self.write_live_with_limit(stream, tail_bound, run, LATER_LIMIT)
+    }
+
+    pub(super) fn write_live_with_limit(
+        &mut self,
+        stream: UnixStream,
+        tail_bound: ByteCount,
+        run: &Run<'_>,
+        later_limit: usize,
+    ) -> Result<Recording, ImageError> {
+        for block in self.layout.blocks().to_vec() {
+            self.block_to_write(&block.name, block.length)?;
+        }
+        let mut live = Live::by(self.chunk_writer(run.cancelled), run.progress, later_limit);
+        let recording = receive_live(stream, tail_bound, &mut live, run.cancelled)?;
+        let (chunks, later) = live.finish()?;
+        self.chunks = chunks
+            .into_iter()
+            .map(|of_block| of_block.into_iter().collect())
+            .collect();
+        self.later = later;
+        Ok(recording)
+    }
+
     /// Makes the image whole and gives it its name, in this order: chunk table, device state,
     /// manifest; data sync; the sealed superblock; sync; rename; sync of the folder. After `Ok` the
     /// image is the guest.
@@ -300,6 +342,7 @@ impl ImageWriter {
                 limit: MANIFEST_LIMIT,
             });
         }
+        self.amend_with_later()?;
         let chunks = std::mem::take(&mut self.chunks).into_iter().flatten().collect();
         let table = ChunkTable {
             layout: self.layout.clone(),
@@ -321,6 +364,28 @@ impl ImageWriter {
             table,
             superblock: sealed,
         })
+    }
+
+    /// Lays what came later over what was written.
+    fn amend_with_later(&mut self) -> Result<(), ImageError> {
+        let later = std::mem::take(&mut self.later);
+        if later.is_empty() {
+            return Ok(());
+        }
+        let mut chunks: Chunks = std::mem::take(&mut self.chunks)
+            .into_iter()
+            .map(|of_block| of_block.into_iter().flatten().map(Some).collect())
+            .collect();
+        let never = AtomicBool::new(false);
+        let writer = self.chunk_writer(&never);
+        let mut worker = writer.worker();
+        amend(&writer, &mut worker, later, &mut chunks)?;
+        writer.finish(worker)?;
+        self.chunks = chunks
+            .into_iter()
+            .map(|of_block| of_block.into_iter().collect())
+            .collect();
+        Ok(())
     }
 
     fn block_to_write(&mut self, name: &str, found: ByteCount) -> Result<usize, ImageError> {
@@ -426,7 +491,7 @@ impl ImageWriter {
     }
 }
 
-fn written(chunks: &[Chunk]) -> MemoryWritten {
+pub(super) fn written(chunks: &[Chunk]) -> MemoryWritten {
     let mut written = MemoryWritten::default();
     for chunk in chunks {
         let length = ByteCount(chunk.length.into());

@@ -67,6 +67,7 @@ pub(super) const MOST_OPEN: usize = 1024;
 
 /// All of a guest's memory on its way from pages to chunks, shared by all threads.
 pub(super) struct Assembly<'a, S: ChunkSink> {
+    layout: &'a Layout,
     sink: &'a S,
     progress: &'a Progress,
     ending: &'a Ending<'a>,
@@ -136,7 +137,7 @@ pub(super) struct Part {
 impl<'a, S: ChunkSink> Assembly<'a, S> {
     /// Nothing yet of the guest with this layout, which comes over `connections`.
     pub(super) fn of(
-        layout: &Layout,
+        layout: &'a Layout,
         sink: &'a S,
         progress: &'a Progress,
         ending: &'a Ending<'a>,
@@ -153,6 +154,7 @@ impl<'a, S: ChunkSink> Assembly<'a, S> {
             (0..count).map(|_| Chunk::default()).collect()
         });
         Self {
+            layout,
             sink,
             progress,
             ending,
@@ -171,27 +173,7 @@ impl<'a, S: ChunkSink> Assembly<'a, S> {
 
     /// Takes the stream's block list and returns where each of its blocks is in the layout.
     pub(super) fn list(&self, blocks: &[StreamBlock]) -> Result<Vec<usize>, ImageError> {
-        let mismatch = |block: &str, mismatch| ImageError::Mismatch {
-            block: block.to_owned(),
-            mismatch,
-        };
-        let mut places = Vec::new();
-        for StreamBlock {
-            name, used_length, ..
-        } in blocks
-        {
-            let place = self.blocks.iter().position(|block| block.name == *name);
-            let place = place.ok_or_else(|| mismatch(name, Mismatch::Unknown))?;
-            let planned = ByteCount(self.blocks[place].pages * PAGE_BYTES as u64);
-            if planned != *used_length {
-                let found = *used_length;
-                return Err(mismatch(name, Mismatch::Length { planned, found }));
-            }
-            places.push(place);
-        }
-        if let Some(missing) = (0..self.blocks.len()).find(|place| !places.contains(place)) {
-            return Err(mismatch(&self.blocks[missing].name, Mismatch::NotRecorded));
-        }
+        let places = self.layout.places_of(blocks)?;
         let by_name = blocks.iter().map(|block| block.name.clone());
         // The parser tells it once.
         let _ = self.listed.set(by_name.zip(places.iter().copied()).collect());

@@ -34,7 +34,7 @@ pub(super) fn receive<S: ChunkSink>(
     Ok(recording)
 }
 
-fn told(error: ReceiveError<ImageError>) -> ImageError {
+pub(super) fn told(error: ReceiveError<ImageError>) -> ImageError {
     match error {
         ReceiveError::Io(error) => socket(error),
         ReceiveError::Stream(error) => IncomingError::from(error).into(),

@@ -16,7 +16,8 @@
 //! * Data pages are read from their sockets right to their places (those of the main stream through
 //!   its buffer), and memory is bounded: see [`assembly`].
 //! * All pages of all blocks came, each once, or there is an error. A guest that runs while it is
-//!   saved sends pages twice, and is refused.
+//!   saved sends pages twice, and is refused; a save that means to let it run has a way of its own
+//!   ([`live`], `image/live.rs`).
 //! * Nothing that comes from a connection panics, or is taken for a length before it was looked at.
 //! * When one thread fails, or the work is cancelled, all end within 100 ms, also when QEMU says
 //!   nothing. The error is that of the thread that failed first.
@@ -44,6 +45,7 @@ mod channel;
 mod connection;
 mod ending;
 mod error;
+mod live;
 mod main_stream;
 mod page_set;
 mod sink;
@@ -56,6 +58,7 @@ use std::sync::PoisonError;
 use std::thread;
 
 pub use error::IncomingError;
+pub(crate) use live::receive_live;
 pub(crate) use sink::ChunkSink;
 
 use crate::image::{ImageError, Layout};

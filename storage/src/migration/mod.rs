@@ -55,6 +55,7 @@ pub(crate) use page_sink::{PageSink, ReceiveError};
 pub(crate) use parse::receive;
 pub use postcopy::Postcopy;
 pub use precopy::{PrecopyError, try_write_precopy, write_precopy};
+pub(crate) use precopy::{begin_pages, end_pages, write_pages};
 pub use recording::{Recording, StreamBlock};
 pub(crate) use wire::MAGIC as STREAM_MAGIC;
 pub use wire::{PAGE_BYTES, STREAM_LIMIT};

@@ -8,9 +8,12 @@
 //!  package   as one piece, read whole before any of it is done: listen, device sections, run
 //!  pages     what the guest asks for, and all others; each page once
 //!  end       end of RAM, end of the stream
+//!
+//!  after an interruption, on a new connection: for each block the question what was received, resume, pages, end
 //! ```
 //!
-//! The order is the caller's to keep; what the loading QEMU says on the way back is not read here. Commands as in
+//! The order is the caller's to keep; what the loading QEMU says on the way back is
+//! read by [`feed`](crate::feed). Commands as in
 //! QEMU's `docs/devel/migration/postcopy.rst`, `migration/savevm.c` and `migration/ram.c`, 7.2 to 11.1.
 
 use std::io::{self, Write};
@@ -26,6 +29,8 @@ const LISTEN: u16 = 4;
 const RUN: u16 = 5;
 const RAM_DISCARD: u16 = 6;
 const PACKAGED: u16 = 7;
+const RESUME: u16 = 9;
+const ASK_RECEIVED: u16 = 10;
 
 /// Version of the list of discarded ranges.
 const DISCARD_VERSION: u8 = 0;
@@ -121,6 +126,30 @@ impl<'a> Postcopy<'a> {
         // Far below 4 GiB: a recording is limited.
         command(PACKAGED, &(package.len() as u32).to_be_bytes(), out)?;
         out.write_all(&package)
+    }
+
+    /// Asks a QEMU that lost its source which pages it has of the block with this index.
+    ///
+    /// # Errors
+    ///
+    /// Those of `out`, and [`io::ErrorKind::InvalidInput`] if there is no such block.
+    pub fn ask_received(&self, block: usize, out: &mut impl Write) -> io::Result<()> {
+        let block = self.recording.blocks().get(block);
+        let name = &block.ok_or(io::ErrorKind::InvalidInput)?.name;
+        command(
+            ASK_RECEIVED,
+            &[&[name.len() as u8], name.as_bytes()].concat(),
+            out,
+        )
+    }
+
+    /// Has a QEMU that lost its source, and has told what it has, go on.
+    ///
+    /// # Errors
+    ///
+    /// Those of `out`.
+    pub fn resume(&self, out: &mut impl Write) -> io::Result<()> {
+        command(RESUME, &[], out)
     }
 
     /// The end, when all pages were written.

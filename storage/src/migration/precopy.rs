@@ -4,7 +4,8 @@ use std::convert::Infallible;
 use std::io::{self, BufWriter, Write};
 
 use super::recording::{Recording, write_name};
-use super::{Page, PageContent, wire};
+use super::{PAGE_BYTES, Page, PageContent, wire};
+use crate::sys;
 
 /// Many small records go out as few large writes; a socket takes some 200 kB at once.
 const BUFFER_BYTES: usize = 256 << 10;
@@ -59,6 +60,44 @@ pub fn try_write_precopy<'p, E>(
     }
     recording.write_end(&mut out)?;
     Ok(out.flush()?)
+}
+
+/// What stands before the pages of a stream that has some.
+pub(crate) fn begin_pages(recording: &Recording, out: &mut impl Write) -> io::Result<()> {
+    recording.write_head(out)?;
+    recording.write_section_type(wire::SECTION_PART, out)
+}
+
+/// `length` bytes of the block with this index from `start` on, zeros where there are no `bytes`, as they go over the
+/// wire. They can follow pages of any block.
+pub(crate) fn write_pages(
+    recording: &Recording,
+    block: usize,
+    start: u64,
+    (bytes, length): (Option<&[u8]>, usize),
+    out: &mut impl Write,
+) -> io::Result<()> {
+    let mut current = None;
+    for at in (0..length).step_by(PAGE_BYTES) {
+        let bytes = bytes.and_then(|bytes| bytes.get(at..)?.first_chunk());
+        let page = Page {
+            block,
+            offset: start + at as u64,
+            content: match bytes {
+                Some(bytes) if !sys::is_zero(bytes) => PageContent::Data(bytes.into()),
+                _ => PageContent::Zero,
+            },
+        };
+        write_page(recording, &page, current, out)?;
+        current = Some(block);
+    }
+    Ok(())
+}
+
+/// What follows the last page.
+pub(crate) fn end_pages(recording: &Recording, out: &mut impl Write) -> io::Result<()> {
+    recording.write_section_end(out)?;
+    recording.write_end(out)
 }
 
 /// Why a stream could not be written to its end.

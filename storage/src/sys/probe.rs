@@ -2,6 +2,7 @@
 
 use std::fs::File;
 use std::io;
+use std::os::fd::{FromRawFd, OwnedFd};
 use std::sync::OnceLock;
 
 use io_uring::{IoUring, Probe, opcode};
@@ -30,6 +31,23 @@ fn try_uring() -> io::Result<()> {
     let pushed = unsafe { ring.submission().push(&opcode::Nop::new().build()) };
     pushed.map_err(io::Error::other)?;
     ring.submit_and_wait(1).map(drop)
+}
+
+/// Why a program started by this process cannot have the faults of its own memory told to it, or `None` if it can: by
+/// the system call, which needs CAP_SYS_PTRACE or `vm.unprivileged_userfaultfd` for faults in the kernel, or by the
+/// device, which needs access to it.
+pub(crate) fn why_no_userfaultfd() -> Option<io::Error> {
+    let flags = libc::O_CLOEXEC | libc::O_NONBLOCK;
+    // SAFETY: the call takes numbers only.
+    let made = unsafe { libc::syscall(libc::SYS_userfaultfd, flags) };
+    let Ok(made @ 0..) = i32::try_from(made) else {
+        let error = io::Error::last_os_error();
+        let by_device = File::options().read(true).write(true).open("/dev/userfaultfd");
+        return by_device.is_err().then_some(error);
+    };
+    // SAFETY: the call has just made it, and nobody else knows of it.
+    drop(unsafe { OwnedFd::from_raw_fd(made) });
+    None
 }
 
 /// What a file system says about O_DIRECT to a file.
@@ -125,6 +143,20 @@ mod tests {
             let refused = without(call, || try_uring().unwrap_err());
             assert_eq!(refused.raw_os_error(), Some(libc::EPERM), "call {call}");
         }
+    }
+
+    #[test]
+    fn userfaultfd_is_found_out_by_trying() {
+        let refused = without(libc::SYS_userfaultfd, why_no_userfaultfd);
+        let has_device = File::options()
+            .read(true)
+            .write(true)
+            .open("/dev/userfaultfd")
+            .is_ok();
+        assert_eq!(
+            refused.and_then(|error| error.raw_os_error()),
+            (!has_device).then_some(libc::EPERM)
+        );
     }
 
     #[test]

@@ -30,8 +30,8 @@
 //! | --- | --- | --- |
 //! | zeros in its first MiB, where file systems, partition tables, LVM, LUKS and RAID tell of themselves | yes | yes |
 //! | an image that a killed writer left `writing` | yes, as the partial file beside a target is swept up | yes |
-//! | a consumed image, or one with damaged superblocks | [`ImageError::TargetExists`] | yes |
-//! | a sealed or waking image | [`ImageError::HoldsGuest`] | [`ImageError::HoldsGuest`] |
+//! | a consumed image, a snapshot, or one with damaged superblocks | [`ImageError::TargetExists`] | yes |
+//! | another sealed image, or a waking one | [`ImageError::HoldsGuest`] | [`ImageError::HoldsGuest`] |
 //! | an image of a later format | [`ImageError::NewerFormat`] | [`ImageError::NewerFormat`] |
 //! | anything else | [`ImageError::DeviceHoldsOther`] | yes: a device is made to be overwritten, a file that is no image never is |
 //!
@@ -51,7 +51,7 @@ use rustix::io::Errno;
 
 use super::hold::open_held;
 use crate::ByteCount;
-use crate::image::reader::read_superblocks;
+use crate::image::reader::{is_dispensable, read_superblocks};
 use crate::image::superblock::{COPY_BYTES, COPY_OFFSETS, FORMAT_VERSION, Superblocks};
 use crate::image::{ImageError, ImageState};
 use crate::sys::{self, ALIGNMENT, AlignedBuf, block_device};
@@ -181,10 +181,12 @@ fn check_content(device: &File, path: &Path, length: ByteCount, replace: bool) -
     match read_superblocks(device, path)? {
         Superblocks::Valid { current, .. } => match current.state {
             ImageState::Writing => Ok(()),
-            ImageState::Consumed => may_be_replaced(ImageError::TargetExists {
-                path: path.to_owned(),
-            }),
-            state @ (ImageState::Sealed | ImageState::Waking) => Err(ImageError::HoldsGuest {
+            ImageState::Consumed | ImageState::Sealed if is_dispensable(device, path, &current) => {
+                may_be_replaced(ImageError::TargetExists {
+                    path: path.to_owned(),
+                })
+            }
+            state => Err(ImageError::HoldsGuest {
                 path: path.to_owned(),
                 state,
             }),

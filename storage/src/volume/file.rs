@@ -4,8 +4,8 @@
 //! one step when it is whole. Dropped before that, it is gone. A crash of the machine or of the
 //! process can leave the partial file, never a target that is not whole.
 //!
-//! A target that exists is replaced only if it may be and is an image that nobody uses and that holds
-//! no guest which was not woken: it stays
+//! A target that exists is replaced only if it may be and is an image that nobody uses and that is not the only copy of a
+//! guest which was not woken: it stays
 //! locked from the beginning, changes places with the new file at the end, and is removed only when
 //! the change is on the disk. If that fails it gets its name back.
 
@@ -22,7 +22,7 @@ use super::beside::{create_beside, folder_of, path_beside};
 use super::block_device::wipe;
 use super::hold::{leads_to, open_held};
 use crate::ByteCount;
-use crate::image::reader::read_superblocks;
+use crate::image::reader::{is_dispensable, read_superblocks};
 use crate::image::superblock::{COPY_BYTES, COPY_OFFSETS, FORMAT_VERSION, Superblocks};
 use crate::image::{ImageError, ImageState};
 
@@ -229,7 +229,8 @@ fn lock_target(target: &Path, replace: bool) -> Result<Option<File>, ImageError>
             supported: FORMAT_VERSION,
         }),
         Superblocks::Valid { current, .. }
-            if matches!(current.state, ImageState::Sealed | ImageState::Waking) =>
+            if matches!(current.state, ImageState::Sealed | ImageState::Waking)
+                && !is_dispensable(&file, target, &current) =>
         {
             Err(ImageError::HoldsGuest {
                 path: target.to_owned(),

@@ -176,6 +176,11 @@ impl Volume {
         Ok(())
     }
 
+    /// Reads what was written, at a multiple of 4 KiB.
+    pub(crate) fn read(&self, bytes: &mut [u8], offset: u64) -> io::Result<()> {
+        self.io.read_exact_at(bytes, offset)
+    }
+
     /// Brings everything that was written and finished to the disk.
     pub(crate) fn sync_data(&self) -> io::Result<()> {
         self.place.file().sync_data()

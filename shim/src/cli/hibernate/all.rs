@@ -55,7 +55,7 @@ pub async fn hibernate_all(
     let mut waiting = VecDeque::new();
     for name in present(state).await? {
         let target = folder.join(format!("{name}.dormouse"));
-        let checked = check_target(&target, arguments.replace);
+        let checked = check_target(&target, arguments.save.replace);
         match checked.and(check_supervisor(state, &name).await) {
             Ok(()) => waiting.push_back((name, target)),
             Err(failure) => note(&mut outcomes, report, name, Err(failure)),
@@ -68,7 +68,10 @@ pub async fn hibernate_all(
         while under_way.len() < parallel
             && let Some((name, target)) = waiting.pop_front()
         {
-            let wish = (wish(target, arguments, image), terms(arguments));
+            let wish = (
+                wish(target, arguments, image),
+                terms(&arguments.save, crate::supervisor::request_queue::Priority::High),
+            );
             let (state, signals, report) = (state.clone(), signals.clone(), report.of_vm(&name));
             under_way.spawn(async move {
                 let ended = by_supervisor(&state, &name, wish, signals, &report).await;

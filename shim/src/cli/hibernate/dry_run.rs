@@ -24,7 +24,7 @@ pub async fn forecast(
                 .await
         }
         (None, Some(socket)) => {
-            let (client, request) = attach(socket, to, arguments, image, state).await?;
+            let (client, request) = attach(socket, to, &arguments.save, image, state).await?;
             forecast::forecast(&client, &request).await
         }
         (None, None) => Err(Failure::new(Code::Usage, "name a VM, or a monitor with --qmp")),

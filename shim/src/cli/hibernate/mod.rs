@@ -2,25 +2,26 @@
 
 mod all;
 mod dry_run;
-mod settled;
+pub(super) mod settled;
 mod suspend;
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
-use dormouse_qmp::{Client, ConnectOptions};
+use dormouse_qmp::{Client, ConnectError, ConnectOptions};
 use dormouse_storage::ByteCount;
 use tokio::sync::{mpsc, oneshot, watch};
+use tokio::time::Instant;
 use uuid::Uuid;
 
 use super::report::{Progress, Report};
-use super::{HibernateArguments, HibernateMode};
+use super::{HibernateArguments, HibernateMode, SaveArguments};
 use crate::api::client::Supervisor;
 use crate::api::types::{Ending, Hibernated, Key, NewOperation, Operation, OperationKind, Terms};
 use crate::error::{Code, Failure};
 use crate::machine::hibernate::limits::Limits;
-use crate::machine::hibernate::machine::CancelAnswer;
+use crate::machine::hibernate::machine::{Aim, CancelAnswer};
 use crate::machine::hibernate::runner::Cancel;
 use crate::machine::hibernate::{ImageWish, Request};
 use crate::signals::Signals;
@@ -44,11 +45,7 @@ pub async fn hibernate(
             "--agent goes with --mode suspend-to-disk",
         ));
     }
-    let image = ImageWish {
-        compression: arguments.compress,
-        key: arguments.key.read()?,
-        rate_limit: arguments.rate_limit,
-    };
+    let image = image_wish(&arguments.save)?;
     if let Some(folder) = &arguments.to_dir {
         let folder = absolute(folder)?;
         return all::hibernate_all(&folder, &arguments, &image, state, report).await;
@@ -66,9 +63,15 @@ pub async fn hibernate(
         (Some(name), _) => {
             let wish = wish(to, &arguments, &image);
             let signals = Signals::watch()?.for_several();
-            by_supervisor(state, name, (wish, terms(&arguments)), signals, report)
-                .await
-                .and_then(hibernated)
+            by_supervisor(
+                state,
+                name,
+                (wish, terms(&arguments.save, Priority::Normal)),
+                signals,
+                report,
+            )
+            .await
+            .and_then(hibernated)
         }
         (None, Some(socket)) => {
             let progress = report.progress();
@@ -87,11 +90,24 @@ pub async fn hibernate(
 fn hibernated(ending: Ending) -> Result<Hibernated, Failure> {
     match ending {
         Ending::Hibernated(hibernated) => Ok(*hibernated),
-        Ending::SuspendedToDisk(_) | Ending::VolumesMoved(_) => Err(Failure::new(
-            Code::Internal,
-            "the supervisor did something else than it was asked for",
-        )),
+        Ending::Snapshot(_) | Ending::SuspendedToDisk(_) | Ending::VolumesMoved(_) => Err(something_else()),
     }
+}
+
+pub(super) fn something_else() -> Failure {
+    Failure::new(
+        Code::Internal,
+        "the supervisor did something else than it was asked for",
+    )
+}
+
+/// What the image is to be like.
+pub(super) fn image_wish(arguments: &SaveArguments) -> Result<ImageWish, Failure> {
+    Ok(ImageWish {
+        compression: arguments.compress,
+        key: arguments.key.read()?,
+        rate_limit: arguments.rate_limit,
+    })
 }
 
 pub(super) fn absolute(path: &Path) -> Result<PathBuf, Failure> {
@@ -101,12 +117,12 @@ pub(super) fn absolute(path: &Path) -> Result<PathBuf, Failure> {
 
 /// What a supervisor is asked for.
 fn wish(to: PathBuf, arguments: &HibernateArguments, image: &ImageWish) -> NewOperation {
-    let limits = limits(arguments);
+    let limits = limits(&arguments.save);
     NewOperation::Hibernate {
         to,
-        replace: arguments.replace,
-        engine: arguments.engine,
-        channels: arguments.channels,
+        replace: arguments.save.replace,
+        engine: arguments.save.engine,
+        channels: arguments.save.channels,
         compress: image.compression,
         key: image.key.clone().map(Key),
         rate_limit_bytes: image.rate_limit.map(|limit| limit.0),
@@ -115,10 +131,11 @@ fn wish(to: PathBuf, arguments: &HibernateArguments, image: &ImageWish) -> NewOp
     }
 }
 
-fn limits(arguments: &HibernateArguments) -> Limits {
+pub(super) fn limits(arguments: &SaveArguments) -> Limits {
     Limits {
         total: arguments.timeout,
         stall: arguments.stall_timeout.unwrap_or(Limits::default().stall),
+        lock: arguments.terms.lock_timeout.unwrap_or_default(),
     }
 }
 
@@ -127,13 +144,8 @@ pub(super) fn as_ms(time: Duration) -> u64 {
 }
 
 /// On which terms it is asked for. Each operation gets its id here, so that it can be cancelled while it waits.
-fn terms(arguments: &HibernateArguments) -> Terms {
+pub(super) fn terms(arguments: &SaveArguments, usual: Priority) -> Terms {
     let given = &arguments.terms;
-    let usual = if arguments.all {
-        Priority::High
-    } else {
-        Priority::Normal
-    };
     Terms {
         id: Some(operation_id(arguments)),
         priority: given.priority.unwrap_or(usual),
@@ -141,7 +153,7 @@ fn terms(arguments: &HibernateArguments) -> Terms {
     }
 }
 
-fn operation_id(arguments: &HibernateArguments) -> Uuid {
+pub(super) fn operation_id(arguments: &SaveArguments) -> Uuid {
     arguments.terms.operation_id.unwrap_or_else(Uuid::new_v4)
 }
 
@@ -180,8 +192,8 @@ async fn follow(
     loop {
         match (&operation.result, &operation.error) {
             (Some(ending), _) => {
-                if operation.kind.ends_the_vm() {
-                    // The VM's name is free when this returns: whoever starts it next need not wait.
+                // The VM's name is free when this returns: whoever starts it next need not wait.
+                if ending.is_of_the_guest() {
                     supervisor.wait_for_end().await;
                 }
                 return Ok(ending.clone());
@@ -193,17 +205,15 @@ async fn follow(
         operation = tokio::select! {
             news = supervisor.news(id, operation.version) => news.map_err(|failure| {
                 failure.while_doing(match operation.kind {
-                    OperationKind::Hibernate | OperationKind::SuspendToDisk => {
-                        "the hibernation may have ended well, look at the image or the guest's disk"
-                    }
                     OperationKind::MoveVolumes => "the volumes may have been switched, `dormouse recover` finds out",
+                    _ => "it may have ended well, look at the image or the guest's disk",
                 })
             })?,
             Ok(()) = signals.changed() => {
                 // An operation that has just ended takes no cancel, and its document tells how it ended.
                 if let Ok(CancelAnswer::TooLate) = supervisor.cancel(id).await {
                     report.remark(match operation.kind {
-                        OperationKind::Hibernate => "too late to cancel: the image is being sealed",
+                        OperationKind::Hibernate | OperationKind::Snapshot => "too late to cancel: the image is being sealed",
                         OperationKind::SuspendToDisk => {
                             "too late to cancel: the guest was told to suspend itself to its disk"
                         }
@@ -254,7 +264,7 @@ fn with_hint(failure: Failure, state: &StateDir, name: &str) -> Failure {
     match (failure.code, qemu) {
         (Code::Unreachable, Some(pid)) => {
             let way = if state.is_interrupted(pid) {
-                format!("an operation on it was interrupted: `dormouse recover {name}` ends that first")
+                format!("an operation of it was interrupted: `dormouse recover {name}` ends that first")
             } else {
                 format!("reach it with --qmp {}", socket.display())
             };
@@ -276,11 +286,11 @@ async fn by_ourselves(
     (state, progress): (&StateDir, &Progress),
 ) -> Result<Hibernated, Failure> {
     let signals = Signals::watch()?;
-    let id = operation_id(arguments);
+    let id = operation_id(&arguments.save);
     if let Some(settled) = settled::settled(state, None, &wish(target.clone(), arguments, &image), id) {
         return hibernated(settled?);
     }
-    let (client, request) = attach(socket, target, arguments, image, state).await?;
+    let (client, request) = attach(socket, target, &arguments.save, image, state).await?;
     let name = (request.monitor == state.monitor_socket(&request.vm_name)).then(|| request.vm_name.clone());
     let prepared = Prepared::new(id, OperationKind::Hibernate);
     let (documents, cancel) = (prepared.watch(), prepared.cancel());
@@ -310,16 +320,16 @@ fn note_ending(state: &StateDir, name: &str, operation: Uuid, hibernated: &Hiber
 }
 
 /// Connects to a monitor that is free; what is asked for of the guest behind it.
-async fn attach(
+pub(super) async fn attach(
     socket: &Path,
     target: PathBuf,
-    arguments: &HibernateArguments,
+    arguments: &SaveArguments,
     image: ImageWish,
     state: &StateDir,
 ) -> Result<(Client, Request), Failure> {
     let monitor = absolute(socket)?;
     state.make()?;
-    let client = Client::connect(socket, ConnectOptions::default()).await?;
+    let client = connect_in_time(socket, arguments.terms.lock_timeout.unwrap_or_default()).await?;
     let (vm_name, record) = known_of(socket, client.peer_pid());
     // The command line that its process shows names the disks that it was started with.
     let foreign = || {
@@ -329,6 +339,8 @@ async fn attach(
     let record = record.or_else(foreign);
     let (command_line, shape) = record.map(|record| (record.command_line, record.shape)).unzip();
     let request = Request {
+        aim: Aim::Hibernate,
+        live: None,
         target,
         replace: arguments.replace,
         engine: arguments.engine,
@@ -342,6 +354,23 @@ async fn attach(
         shape: shape.flatten(),
     };
     Ok((client, request))
+}
+
+/// A monitor serves one client at a time; another one that has it is waited for as long as was said.
+async fn connect_in_time(socket: &Path, patience: Duration) -> Result<Client, Failure> {
+    let begun = Instant::now();
+    loop {
+        match Client::connect(socket, ConnectOptions::default()).await {
+            Err(ConnectError::MonitorBusy { .. }) if begun.elapsed() < patience => {}
+            Err(error @ ConnectError::MonitorBusy { .. }) if patience > Duration::ZERO => {
+                let waited = format!("waited {}", humantime::format_duration(patience));
+                let failure = Failure::from(error).while_doing(&waited);
+                let code = Code::TimedOut;
+                return Err(Failure { code, ..failure });
+            }
+            connected => return Ok(connected?),
+        }
+    }
 }
 
 /// Tells where the work is, and passes a Ctrl-C to it.

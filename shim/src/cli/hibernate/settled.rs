@@ -13,8 +13,9 @@ use dormouse_storage::{Image, ImageState, VolumeKind};
 use serde_json::json;
 use uuid::Uuid;
 
+use crate::api::snapshot::{Snapshot, SnapshotTag};
 use crate::api::types::{Ending, Hibernated, HibernatedTag, NewOperation, Storage};
-use crate::error::{Code, Failure};
+use crate::error::{Code, Failure, GuestState};
 use crate::journal::{self, Found};
 use crate::supervisor::ending::How;
 use crate::supervisor::state_dir::StateDir;
@@ -49,7 +50,12 @@ pub fn settled(
         }
     }
     match wish {
-        NewOperation::Hibernate { to, .. } => in_an_image(to, id),
+        NewOperation::Hibernate { to, .. } => {
+            in_an_image(to, id, |hibernated| Ending::Hibernated(Box::new(hibernated)))
+        }
+        NewOperation::Snapshot(snapshot) => in_an_image(&snapshot.to, id, |made| {
+            Ending::Snapshot(Box::new(as_snapshot(made)))
+        }),
         NewOperation::SuspendToDisk { .. } | NewOperation::MoveVolumes { .. } => None,
     }
 }
@@ -69,13 +75,17 @@ fn in_the_journal(state: &StateDir, id: Uuid) -> Option<Failure> {
     })
 }
 
-fn in_an_image(path: &Path, id: Uuid) -> Option<Result<Ending, Failure>> {
+fn in_an_image(
+    path: &Path,
+    id: Uuid,
+    ending: impl FnOnce(Hibernated) -> Ending,
+) -> Option<Result<Ending, Failure>> {
     let image = Image::open(path).ok()?;
     if image.manifest().operation != Some(id) {
         return None;
     }
     Some(match image.state() {
-        ImageState::Sealed => told(&image).map(|hibernated| Ending::Hibernated(Box::new(hibernated))),
+        ImageState::Sealed => told(&image).map(ending),
         state => Err(Failure::new(
             Code::Refused,
             format!(
@@ -84,6 +94,25 @@ fn in_an_image(path: &Path, id: Uuid) -> Option<Result<Ending, Failure>> {
             ),
         )),
     })
+}
+
+/// The same of a snapshot, whose guest may have done anything since.
+fn as_snapshot(made: Hibernated) -> Snapshot {
+    Snapshot {
+        result: SnapshotTag::Snapshot,
+        image: made.image,
+        image_id: made.image_id,
+        guest: GuestState::Unknown,
+        choice: made.choice,
+        storage: made.storage,
+        data_bytes: made.data_bytes,
+        stored_bytes: made.stored_bytes,
+        zero_bytes: made.zero_bytes,
+        pause_ms: made.pause_ms,
+        live: None,
+        sealed_after_ms: made.timings_ms.values().sum(),
+        timings_ms: made.timings_ms,
+    }
 }
 
 /// What the asker was told, as far as the image knows it.

@@ -10,12 +10,13 @@ use dormouse_storage::Compression;
 
 use super::super::HibernateArguments;
 use super::super::report::Report;
-use super::{absolute, as_ms, attend, by_supervisor, operation_id, terms};
+use super::{absolute, as_ms, attend, by_supervisor, operation_id, something_else, terms};
 use crate::api::types::{Ending, NewOperation, OperationKind, SuspendedToDisk};
 use crate::error::{Code, Failure};
 use crate::machine::suspend::Request;
 use crate::signals::Signals;
 use crate::supervisor::operation::Prepared;
+use crate::supervisor::request_queue::Priority;
 use crate::supervisor::state_dir::StateDir;
 use crate::vm::engine::Wish;
 
@@ -36,7 +37,7 @@ pub async fn suspend_to_disk(
     }
     let request = Request {
         agent: arguments.agent.as_deref().map(absolute).transpose()?,
-        limit: arguments.timeout.unwrap_or(LIMIT),
+        limit: arguments.save.timeout.unwrap_or(LIMIT),
     };
     let suspended = match (&arguments.name, &arguments.qmp) {
         (Some(name), _) => {
@@ -45,11 +46,18 @@ pub async fn suspend_to_disk(
                 limit_ms: as_ms(request.limit),
             };
             let signals = Signals::watch()?.for_several();
-            match by_supervisor(state, name, (wish, terms(arguments)), signals, report).await? {
+            match by_supervisor(
+                state,
+                name,
+                (wish, terms(&arguments.save, Priority::Normal)),
+                signals,
+                report,
+            )
+            .await?
+            {
                 Ending::SuspendedToDisk(suspended) => suspended,
-                Ending::Hibernated(_) | Ending::VolumesMoved(_) => {
-                    let why = "the supervisor did something else than it was asked for";
-                    return Err(Failure::new(Code::Internal, why));
+                Ending::Hibernated(_) | Ending::Snapshot(_) | Ending::VolumesMoved(_) => {
+                    return Err(something_else());
                 }
             }
         }
@@ -69,7 +77,7 @@ async fn by_ourselves(
 ) -> Result<SuspendedToDisk, Failure> {
     let signals = Signals::watch()?;
     let client = Client::connect(socket, ConnectOptions::default()).await?;
-    let prepared = Prepared::new(operation_id(arguments), OperationKind::SuspendToDisk);
+    let prepared = Prepared::new(operation_id(&arguments.save), OperationKind::SuspendToDisk);
     let (documents, cancel, progress) = (prepared.watch(), prepared.cancel(), report.progress());
     let work = prepared.suspend_to_disk(client, request);
     let outcome = attend(work, documents, &cancel, signals, &progress).await;
@@ -79,16 +87,16 @@ async fn by_ourselves(
 
 /// The first option that has no meaning here. Silence would let a user believe in an image.
 fn option_of_images(arguments: &HibernateArguments) -> Option<&'static str> {
-    let key = &arguments.key;
+    let key = &arguments.save.key;
     let given = [
         ("--all", arguments.all),
         ("--to", arguments.to.is_some()),
-        ("--replace", arguments.replace),
-        ("--engine", arguments.engine != Wish::default()),
-        ("--channels", arguments.channels.is_some()),
-        ("--compress", arguments.compress != Compression::default()),
-        ("--rate-limit", arguments.rate_limit.is_some()),
-        ("--stall-timeout", arguments.stall_timeout.is_some()),
+        ("--replace", arguments.save.replace),
+        ("--engine", arguments.save.engine != Wish::default()),
+        ("--channels", arguments.save.channels.is_some()),
+        ("--compress", arguments.save.compress != Compression::default()),
+        ("--rate-limit", arguments.save.rate_limit.is_some()),
+        ("--stall-timeout", arguments.save.stall_timeout.is_some()),
         ("--key-file", key.key_file.is_some()),
         ("--key-fd", key.key_fd.is_some()),
     ];

@@ -93,6 +93,9 @@ impl Found {
             ImageState::Sealed => {
                 let age = age_of(manifest)
                     .map_or_else(|| "at some time".to_owned(), |age| format!("{} ago", told(age)));
+                if manifest.guest.went_on {
+                    return format!("a snapshot of {vm}, taken {age}, is lost; its guest went on after it");
+                }
                 format!(
                     "the memory of {vm}, saved {age} ({}), is lost; its disks are then as after a power cut",
                     image.layout().ram()

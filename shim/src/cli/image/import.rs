@@ -245,6 +245,7 @@ fn manifest(source: &Source, name: &str, start: Start) -> Manifest {
         disks: start.disks,
         guest: Guest {
             state_when_saved: GuestState::Paused,
+            went_on: false,
         },
         timings_ms: Default::default(),
         engine: format!("import of a {}", source.form()),

@@ -8,9 +8,9 @@ use dormouse_storage::{ByteCount, Image, Usage};
 use serde_json::json;
 
 use super::age::{age_of, told};
-use super::holder::holder;
 use crate::cli::report::Report;
 use crate::error::Failure;
+use crate::vm::lock_holder::holder;
 
 pub fn inspect(path: &Path, report: &Report) -> Result<ExitCode, Failure> {
     let image = Image::open(path)?;
@@ -35,6 +35,7 @@ pub fn inspect(path: &Path, report: &Report) -> Result<ExitCode, Failure> {
         "id": image.id(),
         "format": image.format(),
         "state": image.state().to_string(),
+        "snapshot": manifest.guest.went_on,
         "held_by": held_by,
         "age_seconds": age_of(manifest).map(|age| age.as_secs()),
         "ram_bytes": image.layout().ram().0,
@@ -72,8 +73,15 @@ fn describe(image: &Image, usage: &Usage, held_by: Option<u32>) -> String {
     line(
         "guest",
         format!(
-            "{}, saved {age} while {:?}, by {}",
-            manifest.vm_name, manifest.guest.state_when_saved, manifest.engine
+            "{}, saved {age} while {:?}, by {}{}",
+            manifest.vm_name,
+            manifest.guest.state_when_saved,
+            manifest.engine,
+            if manifest.guest.went_on {
+                "; a snapshot: it went on"
+            } else {
+                ""
+            }
         ),
     );
     let qemu = match manifest.qemu.version.as_str() {

@@ -10,9 +10,9 @@ use serde::Serialize;
 use serde_json::json;
 
 use super::age::{age_of, told};
-use super::holder::holder;
 use crate::cli::report::Report;
 use crate::error::{Code, Failure, sentence};
+use crate::vm::lock_holder::holder;
 
 /// A look at a folder.
 #[derive(Debug, Args)]
@@ -28,6 +28,8 @@ struct Entry {
     path: PathBuf,
     /// `sealed`, `waking`, `consumed`; `partial`, `torn`, `corrupt`, `newer` or `unreadable` for what is no whole image.
     state: String,
+    /// Whether its guest went on.
+    snapshot: bool,
     vm: Option<String>,
     machine: Option<String>,
     ram_bytes: Option<u64>,
@@ -79,6 +81,7 @@ impl Entry {
         Some(Self {
             path: path.to_owned(),
             state: state.to_owned(),
+            snapshot: false,
             vm: None,
             machine: None,
             ram_bytes: None,
@@ -94,6 +97,7 @@ impl Entry {
         Self {
             path: path.to_owned(),
             state: image.state().to_string(),
+            snapshot: manifest.guest.went_on,
             vm: Some(manifest.vm_name.clone()),
             machine: Some(manifest.machine.clone()),
             ram_bytes: Some(image.layout().ram().0),
@@ -108,6 +112,9 @@ impl Entry {
         let unknown = || "-".to_owned();
         let size = |bytes: Option<u64>| bytes.map_or_else(unknown, |bytes| ByteCount(bytes).to_string());
         let mut state = self.state.clone();
+        if self.snapshot {
+            state.push_str(", snapshot");
+        }
         if let Some(pid) = self.held_by {
             state.push_str(&format!(", in use by process {pid}"));
         }

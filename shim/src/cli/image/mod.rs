@@ -4,7 +4,6 @@
 mod age;
 mod discard;
 mod export;
-mod holder;
 mod import;
 mod inspect;
 mod list;

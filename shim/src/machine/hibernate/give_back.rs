@@ -4,8 +4,10 @@
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
+use dormouse_qmp::view::block::BlockInfo;
 use dormouse_qmp::view::machine::RunState;
 use dormouse_qmp::{Client, command};
+use tokio::time::Instant;
 
 use super::direct::STREAM_FD;
 use super::machine::GiveBack;
@@ -20,7 +22,8 @@ const TIMEOUT: Duration = Duration::from_secs(24 * 3600);
 /// it up but what never ends: QEMU 10.0 can wait for ever for channels that broke off as its migration began.
 const CANCEL_PATIENCE: Duration = Duration::from_secs(60);
 
-/// Gives the guest back. `connections`: those that its memory comes over; `settings`: what was found, if any were changed.
+/// Gives the guest back; returns when it was. `connections`: those that its memory comes over; `settings`: what was found,
+/// if any were changed.
 ///
 /// Does not give up while QEMU lives: what it was told before it will do, however late, and then the guest must not stay
 /// as that leaves it. Only a migration that was cancelled and does not end is not waited for. The guest is given back
@@ -30,7 +33,7 @@ pub async fn give_guest_back(
     give_back: GiveBack,
     connections: &mut Vec<UnixStream>,
     settings: Option<MigrationSettings>,
-) -> Result<(), Failure> {
+) -> Result<Instant, Failure> {
     give_back_within(client, give_back, connections, settings, CANCEL_PATIENCE).await
 }
 
@@ -40,7 +43,7 @@ async fn give_back_within(
     connections: &mut Vec<UnixStream>,
     settings: Option<MigrationSettings>,
     patience: Duration,
-) -> Result<(), Failure> {
+) -> Result<Instant, Failure> {
     let client = client.with_deadline(TIMEOUT);
     let mut stuck = None;
     if monitor::run_state(&client).await? != RunState::Postmigrate {
@@ -54,7 +57,7 @@ async fn give_back_within(
     let in_between = |state: &RunState| *state == RunState::FinishMigrate;
     let state = wait_for_run_state(&client, "settled", |state| !in_between(state)).await?;
     match (give_back, state) {
-        (GiveBack::Running, RunState::Running) | (GiveBack::AsItIs, _) => {}
+        (GiveBack::Running, RunState::Running) | (GiveBack::AsItIs | GiveBack::Still, _) => {}
         (GiveBack::Running, _) => {
             client.execute(&command::cont {}).await?;
             wait_for_run_state(&client, "running", |state| *state == RunState::Running).await?;
@@ -71,6 +74,10 @@ async fn give_back_within(
         }
         (GiveBack::Paused, _) => {}
     }
+    let back = Instant::now();
+    if matches!(give_back, GiveBack::Running | GiveBack::Paused) {
+        check_disks_active(&client).await?;
+    }
     // A descriptor that QEMU did not use stays open in it for ever. Once used it is gone, and this fails.
     let close = command::closefd {
         fdname: STREAM_FD.to_owned(),
@@ -81,9 +88,32 @@ async fn give_back_within(
             code: Code::Operator,
             ..stuck.while_doing("the guest is given back, but not its migration settings")
         }),
-        (None, Some(settings)) => Ok(settings.put_back(&client).await?),
-        (None, None) => Ok(()),
+        (None, Some(settings)) => {
+            settings.put_back(&client).await?;
+            Ok(back)
+        }
+        (None, None) => Ok(back),
     }
+}
+
+/// A guest that goes on has to have its disks. QEMU tells since 10.0; before that a guest without them does not go on.
+async fn check_disks_active(client: &Client) -> Result<(), Failure> {
+    let drives: Vec<BlockInfo> = client.query(&command::query_block {}).await?;
+    let nodes = drives.into_iter().filter_map(|drive| drive.inserted);
+    let inactive: Vec<String> = nodes
+        .filter(|node| node.active == Some(false))
+        .map(|node| node.node_name.unwrap_or(node.file))
+        .collect();
+    if inactive.is_empty() {
+        return Ok(());
+    }
+    Err(Failure::new(
+        Code::Operator,
+        format!(
+            "QEMU lets the guest go on, and has not taken back its disks {}",
+            inactive.join(", ")
+        ),
+    ))
 }
 
 #[cfg(test)]
@@ -96,7 +126,7 @@ mod tests {
 
     use super::*;
     use crate::error::GuestState;
-    use crate::machine::hibernate::machine::{Effect, Input, Machine, Phase};
+    use crate::machine::hibernate::machine::{Aim, Effect, Input, Machine, Phase};
 
     /// Longer than the fake takes for anything, shorter than anybody waits for a test.
     const PATIENCE: Duration = Duration::from_millis(200);
@@ -126,6 +156,7 @@ mod tests {
                 let status = if running { "running" } else { "paused" };
                 Answer::returns(json!({"status": status, "running": running}))
             })
+            .on("query-block", Answer::returns(json!([])))
             .on("closefd", Answer::fails("GenericError", "no such descriptor"))
             .on("migrate-set-capabilities", done())
             .on("migrate-set-parameters", done())
@@ -186,8 +217,11 @@ mod tests {
 
     #[test]
     fn a_hibernation_that_ends_like_that_says_that_it_was_cancelled_and_what_is_left_to_do() {
-        let (mut machine, _) = Machine::begin();
-        machine.step(Input::PreflightPassed { running: true });
+        let (mut machine, _) = Machine::begin(Aim::Hibernate);
+        machine.step(Input::PreflightPassed {
+            running: true,
+            live: false,
+        });
         machine.step(Input::Done);
         machine.step(Input::CancelRequested);
         assert_eq!(

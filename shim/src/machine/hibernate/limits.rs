@@ -21,6 +21,8 @@ pub struct Limits {
     pub total: Option<Duration>,
     /// Without any progress.
     pub stall: Duration,
+    /// Until whoever holds the image's target lets go of it; zero: that is refused at once.
+    pub lock: Duration,
 }
 
 impl Default for Limits {
@@ -28,6 +30,7 @@ impl Default for Limits {
         Self {
             total: None,
             stall: STALL,
+            lock: Duration::ZERO,
         }
     }
 }
@@ -81,6 +84,7 @@ mod tests {
         let limits = Limits {
             total: Some(100 * SECOND),
             stall: 10 * SECOND,
+            lock: Duration::ZERO,
         };
         let mut watchdog = Watchdog::new(limits, begun);
         let mut look =

@@ -1,11 +1,14 @@
-//! The hibernation as a pure machine: inputs in, effects out, nothing else.
+//! The hibernation, and the snapshot, as a pure machine: inputs in, effects out, nothing else.
 //!
 //! # What it guarantees
 //!
-//! - `Terminate` is only ever asked for after `Sealed`: QEMU ends only when the image is the guest.
+//! - `Terminate` is only ever asked for after `Sealed`: QEMU ends only when the image is the guest. For a snapshot it is
+//!   never asked for.
 //! - Every failure, and every cancel that is accepted, before `Sealed` ends in a rollback (once the guest was touched)
 //!   or at once (before that); after `Sealed` never.
 //! - A guest that was paused before is paused after a rollback.
+//! - The guest of a snapshot is given back before anything is synced, and is not touched after that: what fails then takes
+//!   the image away, and nothing else.
 //!
 //! # States
 //!
@@ -16,6 +19,17 @@
 //!      cancelled,                              ▼
 //!      out of time                       RollingBack ─ failed ─► Uncertain
 //!           └─────────► Failed ◄───────────────┘
+//! ```
+//!
+//! A snapshot goes another way once RAM is in the image. A live one has `SavingLive` instead of `Pausing`, `SavingDevices` and
+//! `SavingMemory`: the guest runs in it, and stands still at its end.
+//!
+//! ```text
+//! … SavingMemory ─► GivingBack ─► Syncing ─► Sealing ─► Trimming ─► SnapshotTaken
+//!        │              │  │         └──────────┴─ failed, cancelled, out of time ─► Discarding ─► Failed
+//!        │              │  └─ failed: nobody knows what the guest does ────────────► Discarding ─► Uncertain
+//!        │              └─ cancelled, out of time, and then done ──────────────────► Discarding ─► Failed
+//!        └─ RollingBack as above
 //! ```
 //!
 //! The seal itself can fail but is not cancelled: nobody could tell whether it came about. It is short, because
@@ -31,6 +45,36 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{Code, Failure};
 
+/// What becomes of the guest once it is in the image.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Aim {
+    /// The image is the guest, and QEMU ends.
+    #[default]
+    Hibernate,
+    /// The guest goes on; the image is a copy of it.
+    Snapshot {
+        /// Whether it stands still until somebody else runs it, so that its disks can be copied first.
+        leave_paused: bool,
+    },
+}
+
+impl Aim {
+    /// Whether the guest goes on.
+    pub fn is_snapshot(self) -> bool {
+        matches!(self, Self::Snapshot { .. })
+    }
+}
+
+impl fmt::Display for Aim {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Hibernate => "hibernation",
+            Self::Snapshot { .. } => "snapshot",
+        })
+    }
+}
+
 /// Where a hibernation is. The names are seen by users.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Phase {
@@ -44,16 +88,26 @@ pub enum Phase {
     SavingDevices,
     /// Writing RAM.
     SavingMemory,
+    /// Saving the guest while it runs, and at the end while it stands still.
+    SavingLive,
+    /// Giving the guest of a snapshot back.
+    GivingBack,
     /// Writing what follows RAM, and bringing all of it to the disk.
     Syncing,
     /// Making the image valid.
     Sealing,
     /// The image is the guest; QEMU is ended.
     Terminating,
+    /// Giving back space that a snapshot does not use.
+    Trimming,
     /// Giving the guest back as it was.
     RollingBack,
+    /// Removing what there is of a snapshot, whose guest is not touched any more.
+    Discarding,
     /// Done.
     Hibernated,
+    /// Done, and the guest went on.
+    SnapshotTaken,
     /// Ended with the guest as it was before.
     Failed,
     /// Ended, and what became of the guest has to be looked at.
@@ -67,6 +121,8 @@ pub enum Input {
     PreflightPassed {
         /// Whether they do.
         running: bool,
+        /// Whether the guest is saved while it runs.
+        live: bool,
     },
     /// The effect that was asked for last is done.
     Done,
@@ -92,14 +148,10 @@ pub enum Limit {
 impl fmt::Display for Limit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Total(limit) => write!(
-                f,
-                "the hibernation took longer than {}",
-                humantime::format_duration(*limit)
-            ),
+            Self::Total(limit) => write!(f, "it took longer than {}", humantime::format_duration(*limit)),
             Self::Stall(limit) => write!(
                 f,
-                "the hibernation made no progress for {}",
+                "it made no progress for {}",
                 humantime::format_duration(*limit)
             ),
         }
@@ -119,19 +171,27 @@ pub enum Effect {
     SaveDevices,
     /// Write RAM.
     SaveMemory,
+    /// Do all three while the guest runs, as far as that goes.
+    SaveLive,
+    /// Give the guest of a snapshot back; its memory is not needed any more.
+    GiveBack(GiveBack),
     /// Write the tables, and sync.
     Sync,
     /// Publish what was synced.
     Seal,
     /// End QEMU and wait until it is gone.
     Terminate,
+    /// Give back the space that the image does not use.
+    Trim,
+    /// Remove what there is of the image.
+    Discard,
     /// Give the guest back as it was, or, when somebody else ran it meanwhile, as that left it.
     RollBack(GiveBack),
     /// End the effect under way as soon as it can be ended.
     Interrupt,
 }
 
-/// What a rollback leaves behind.
+/// What a guest that is given back is left as.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum GiveBack {
     /// A running guest.
@@ -140,6 +200,9 @@ pub enum GiveBack {
     Paused,
     /// Whatever somebody else made of it.
     AsItIs,
+    /// A guest that stands still as its save left it, its disks flushed and let go of, until somebody runs it. Unlike one
+    /// that is paused again it has not run for an instant.
+    Still,
 }
 
 /// The answer to a cancel.
@@ -157,24 +220,31 @@ pub enum CancelAnswer {
 /// A hibernation.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Machine {
+    aim: Aim,
     phase: Phase,
     /// Whether the vCPUs ran when the hibernation began.
     was_running: bool,
+    is_live: bool,
     /// Why it ends early, once it does.
     failure: Option<Failure>,
     /// Whether the guest runs although we stopped it.
     guest_ran: bool,
+    /// Whether the guest of a snapshot was given back.
+    is_back: bool,
 }
 
 impl Machine {
-    /// A hibernation that has not begun, and its first effect.
-    pub fn begin() -> (Self, Effect) {
+    /// A hibernation or a snapshot that has not begun, and its first effect.
+    pub fn begin(aim: Aim) -> (Self, Effect) {
         (
             Self {
+                aim,
                 phase: Phase::Preflight,
                 was_running: false,
+                is_live: false,
                 failure: None,
                 guest_ran: false,
+                is_back: false,
             },
             Effect::Preflight,
         )
@@ -187,7 +257,10 @@ impl Machine {
 
     /// Whether it is over.
     pub fn is_over(&self) -> bool {
-        matches!(self.phase, Phase::Hibernated | Phase::Failed | Phase::Uncertain)
+        matches!(
+            self.phase,
+            Phase::Hibernated | Phase::SnapshotTaken | Phase::Failed | Phase::Uncertain
+        )
     }
 
     /// Whether the vCPUs ran when it began.
@@ -208,6 +281,8 @@ impl Machine {
             | Phase::Pausing
             | Phase::SavingDevices
             | Phase::SavingMemory
+            | Phase::SavingLive
+            | Phase::GivingBack
             | Phase::Syncing => {
                 if self.failure.is_none() {
                     CancelAnswer::Accepted
@@ -215,8 +290,14 @@ impl Machine {
                     CancelAnswer::AlreadyEnding
                 }
             }
-            Phase::RollingBack | Phase::Failed | Phase::Uncertain => CancelAnswer::AlreadyEnding,
-            Phase::Sealing | Phase::Terminating | Phase::Hibernated => CancelAnswer::TooLate,
+            Phase::RollingBack | Phase::Discarding | Phase::Failed | Phase::Uncertain => {
+                CancelAnswer::AlreadyEnding
+            }
+            Phase::Sealing
+            | Phase::Terminating
+            | Phase::Trimming
+            | Phase::Hibernated
+            | Phase::SnapshotTaken => CancelAnswer::TooLate,
         }
     }
 
@@ -234,8 +315,9 @@ impl Machine {
                 .interrupted(|| Failure::new(Code::TimedOut, format!("{limit}; the guest was given back"))),
             Input::GuestRan => self.guest_ran(),
             Input::Failed(failure) => self.failed(failure),
-            Input::PreflightPassed { running } => {
+            Input::PreflightPassed { running, live } => {
                 self.was_running = running;
+                self.is_live = live && running && self.aim.is_snapshot();
                 self.advance()
             }
             Input::Done => self.advance(),
@@ -244,18 +326,29 @@ impl Machine {
 
     /// The effect of this phase is done: go to the next, or back if something came up meanwhile.
     fn advance(&mut self) -> Option<Effect> {
+        self.is_back |= self.phase == Phase::GivingBack;
         if self.failure.is_some() && self.phase < Phase::Terminating {
             return self.turn_back();
         }
+        let is_snapshot = self.aim.is_snapshot();
         let (phase, effect) = match self.phase {
             Phase::Preflight => (Phase::Reserving, Some(Effect::Reserve)),
+            Phase::Reserving if self.is_live => (Phase::SavingLive, Some(Effect::SaveLive)),
             Phase::Reserving => (Phase::Pausing, Some(Effect::Pause)),
             Phase::Pausing => (Phase::SavingDevices, Some(Effect::SaveDevices)),
             Phase::SavingDevices => (Phase::SavingMemory, Some(Effect::SaveMemory)),
-            Phase::SavingMemory => (Phase::Syncing, Some(Effect::Sync)),
+            Phase::SavingMemory | Phase::SavingLive if is_snapshot => {
+                (Phase::GivingBack, Some(Effect::GiveBack(self.after_snapshot())))
+            }
+            Phase::SavingMemory | Phase::SavingLive | Phase::GivingBack => {
+                (Phase::Syncing, Some(Effect::Sync))
+            }
             Phase::Syncing => (Phase::Sealing, Some(Effect::Seal)),
+            Phase::Sealing if is_snapshot => (Phase::Trimming, Some(Effect::Trim)),
             Phase::Sealing => (Phase::Terminating, Some(Effect::Terminate)),
             Phase::Terminating => (Phase::Hibernated, None),
+            Phase::Trimming => (Phase::SnapshotTaken, None),
+            Phase::Discarding => (self.without_snapshot(), None),
             Phase::RollingBack => (Phase::Failed, None),
             over => (over, None),
         };
@@ -274,19 +367,29 @@ impl Machine {
                 None
             }
             Phase::RollingBack => {
-                let first = self.failure.take();
-                self.failure = Some(match first {
-                    // The same silence twice is one failure.
-                    Some(first) if (first.code, failure.code) == (Code::Unreachable, Code::Unreachable) => {
-                        first
-                    }
+                self.not_given_back(failure);
+                self.phase = Phase::Uncertain;
+                None
+            }
+            Phase::GivingBack => {
+                self.not_given_back(failure);
+                self.phase = Phase::Discarding;
+                Some(Effect::Discard)
+            }
+            Phase::Discarding => {
+                self.failure = Some(match self.failure.take() {
                     Some(first) => Failure {
-                        code: Code::Operator,
-                        ..failure.while_doing(&format!("{first}; then the guest could not be given back"))
+                        code: first.code,
+                        ..failure.while_doing(&format!("{first}; then the image could not be removed"))
                     },
                     None => failure,
                 });
-                self.phase = Phase::Uncertain;
+                self.phase = self.without_snapshot();
+                None
+            }
+            // The image is whole, and takes more space than it needs.
+            Phase::Trimming => {
+                self.phase = Phase::SnapshotTaken;
                 None
             }
             _ => {
@@ -294,6 +397,41 @@ impl Machine {
                 self.failure.get_or_insert(failure);
                 self.turn_back()
             }
+        }
+    }
+
+    /// The guest could not be given back, whose image is given up, or was to be, for another failure.
+    fn not_given_back(&mut self, failure: Failure) {
+        self.failure = Some(match self.failure.take() {
+            // The same silence twice is one failure.
+            Some(first) if (first.code, failure.code) == (Code::Unreachable, Code::Unreachable) => first,
+            Some(first) => Failure {
+                code: Code::Operator,
+                ..failure.while_doing(&format!("{first}; then the guest could not be given back"))
+            },
+            None if self.phase == Phase::GivingBack && failure.code != Code::Unreachable => Failure {
+                code: Code::Operator,
+                ..failure.while_doing("the guest could not be given back")
+            },
+            None => failure,
+        });
+    }
+
+    /// What the guest of a snapshot is left as.
+    fn after_snapshot(&self) -> GiveBack {
+        match self.aim {
+            Aim::Snapshot { leave_paused: true } => GiveBack::Still,
+            _ if self.was_running => GiveBack::Running,
+            _ => GiveBack::Paused,
+        }
+    }
+
+    /// Where a snapshot that is given up ends.
+    fn without_snapshot(&self) -> Phase {
+        if self.is_back {
+            Phase::Failed
+        } else {
+            Phase::Uncertain
         }
     }
 
@@ -309,7 +447,7 @@ impl Machine {
             self.phase,
             Phase::SavingDevices | Phase::SavingMemory | Phase::Syncing | Phase::Sealing
         );
-        if !fragile {
+        if !fragile || self.is_back {
             return None;
         }
         self.guest_ran = true;
@@ -327,6 +465,10 @@ impl Machine {
             self.phase = Phase::Failed;
             return None;
         }
+        if self.is_back {
+            self.phase = Phase::Discarding;
+            return Some(Effect::Discard);
+        }
         self.phase = Phase::RollingBack;
         Some(Effect::RollBack(match (self.guest_ran, self.was_running) {
             (true, _) => GiveBack::AsItIs,
@@ -343,218 +485,4 @@ impl PartialOrd for Phase {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    const FORWARD: [(Phase, Effect); 8] = [
-        (Phase::Preflight, Effect::Preflight),
-        (Phase::Reserving, Effect::Reserve),
-        (Phase::Pausing, Effect::Pause),
-        (Phase::SavingDevices, Effect::SaveDevices),
-        (Phase::SavingMemory, Effect::SaveMemory),
-        (Phase::Syncing, Effect::Sync),
-        (Phase::Sealing, Effect::Seal),
-        (Phase::Terminating, Effect::Terminate),
-    ];
-
-    fn input_for(phase: Phase, running: bool) -> Input {
-        if phase == Phase::Preflight {
-            Input::PreflightPassed { running }
-        } else {
-            Input::Done
-        }
-    }
-
-    /// A machine in `phase`, with its effect under way.
-    fn machine_in(phase: Phase, running: bool) -> Machine {
-        let (mut machine, _) = Machine::begin();
-        while machine.phase() != phase {
-            machine.step(input_for(machine.phase(), running));
-        }
-        machine
-    }
-
-    fn broken() -> Failure {
-        Failure::new(Code::StorageIo, "the disk is gone")
-    }
-
-    #[test]
-    fn undisturbed_it_goes_through_every_phase_to_hibernated() {
-        let (mut machine, first) = Machine::begin();
-        let mut effects = vec![(machine.phase(), first)];
-        while let Some(effect) = machine.step(input_for(machine.phase(), true)) {
-            effects.push((machine.phase(), effect));
-        }
-        assert_eq!(effects, FORWARD);
-        assert_eq!((machine.phase(), machine.failure()), (Phase::Hibernated, None));
-    }
-
-    #[test]
-    fn a_failure_before_the_guest_is_touched_needs_no_rollback() {
-        for phase in [Phase::Preflight, Phase::Reserving] {
-            let mut machine = machine_in(phase, true);
-            assert_eq!(machine.step(Input::Failed(broken())), None);
-            assert_eq!(machine.phase(), Phase::Failed, "{phase:?}");
-        }
-    }
-
-    #[test]
-    fn a_failure_after_the_pause_and_before_the_seal_gives_the_guest_back_as_it_was() {
-        for phase in [
-            Phase::Pausing,
-            Phase::SavingDevices,
-            Phase::SavingMemory,
-            Phase::Syncing,
-            Phase::Sealing,
-        ] {
-            for (running, as_it_was) in [(true, GiveBack::Running), (false, GiveBack::Paused)] {
-                let mut machine = machine_in(phase, running);
-                let effect = machine.step(Input::Failed(broken()));
-                assert_eq!(effect, Some(Effect::RollBack(as_it_was)), "{phase:?}");
-                assert_eq!(machine.step(Input::Done), None);
-                assert_eq!(
-                    (machine.phase(), machine.failure()),
-                    (Phase::Failed, Some(&broken()))
-                );
-            }
-        }
-    }
-
-    #[test]
-    fn a_failure_after_the_seal_never_starts_the_guest_again() {
-        let mut machine = machine_in(Phase::Terminating, true);
-        assert_eq!(machine.step(Input::Failed(broken())), None);
-        assert_eq!(machine.phase(), Phase::Uncertain);
-        assert_eq!(machine.failure().unwrap().code, Code::Operator);
-    }
-
-    #[test]
-    fn a_cancel_interrupts_the_effect_and_waits_for_its_end() {
-        for phase in [
-            Phase::Pausing,
-            Phase::SavingDevices,
-            Phase::SavingMemory,
-            Phase::Syncing,
-        ] {
-            for end in [Input::Done, Input::Failed(broken())] {
-                let mut machine = machine_in(phase, true);
-                assert_eq!(machine.step(Input::CancelRequested), Some(Effect::Interrupt));
-                assert_eq!(machine.answer_to_cancel(), CancelAnswer::AlreadyEnding);
-                assert_eq!(machine.step(end), Some(Effect::RollBack(GiveBack::Running)));
-                machine.step(Input::Done);
-                assert_eq!(machine.failure().unwrap().code, Code::Cancelled);
-            }
-        }
-    }
-
-    #[test]
-    fn what_takes_too_long_is_given_up_as_on_a_cancel_and_told_as_a_timeout() {
-        for (phase, effect) in &FORWARD[..6] {
-            let mut machine = machine_in(*phase, true);
-            let limit = Limit::Total(Duration::from_secs(90));
-            assert_eq!(
-                machine.step(Input::OutOfTime(limit)),
-                Some(Effect::Interrupt),
-                "{effect:?}"
-            );
-            // A second limit, or a cancel, changes nothing.
-            assert_eq!(
-                machine.step(Input::OutOfTime(Limit::Stall(Duration::from_secs(1)))),
-                None
-            );
-            assert_eq!(machine.step(Input::CancelRequested), None);
-            machine.step(Input::Failed(broken()));
-            machine.step(Input::Done);
-            let failure = machine.failure().unwrap();
-            assert_eq!(failure.code, Code::TimedOut, "{phase:?}");
-            assert!(failure.message.contains("1m 30s"), "{failure}");
-        }
-        for phase in [Phase::Sealing, Phase::Terminating] {
-            let mut machine = machine_in(phase, true);
-            assert_eq!(machine.step(Input::OutOfTime(Limit::Total(Duration::ZERO))), None);
-            assert_eq!(machine.failure, None);
-        }
-    }
-
-    #[test]
-    fn a_cancel_that_comes_with_the_seal_is_too_late() {
-        for phase in [Phase::Sealing, Phase::Terminating] {
-            let mut machine = machine_in(phase, true);
-            assert_eq!(machine.answer_to_cancel(), CancelAnswer::TooLate);
-            assert_eq!(machine.step(Input::CancelRequested), None);
-            assert_eq!(machine.failure, None);
-        }
-    }
-
-    #[test]
-    fn a_guest_that_somebody_ran_is_left_running_and_its_image_is_never_sealed() {
-        let mut machine = machine_in(Phase::SavingMemory, false);
-        assert_eq!(machine.step(Input::GuestRan), Some(Effect::Interrupt));
-        assert_eq!(
-            machine.step(Input::Done),
-            Some(Effect::RollBack(GiveBack::AsItIs))
-        );
-        machine.step(Input::Done);
-        assert_eq!(machine.failure().unwrap().code, Code::Refused);
-    }
-
-    #[test]
-    fn a_rollback_that_fails_tells_both_reasons() {
-        let mut machine = machine_in(Phase::SavingMemory, true);
-        machine.step(Input::Failed(broken()));
-        machine.step(Input::Failed(Failure::new(Code::Refused, "QEMU said no")));
-        let failure = machine.failure().unwrap();
-        assert_eq!(failure.code, Code::Operator);
-        assert!(failure.message.contains("the disk is gone") && failure.message.contains("QEMU said no"));
-    }
-
-    #[test]
-    fn a_qemu_that_is_gone_is_one_failure_not_two() {
-        let gone = Failure::new(Code::Unreachable, "QEMU is gone");
-        let mut machine = machine_in(Phase::SavingMemory, true);
-        machine.step(Input::Failed(gone.clone()));
-        machine.step(Input::Failed(gone.clone()));
-        assert_eq!(
-            (machine.phase(), machine.failure()),
-            (Phase::Uncertain, Some(&gone))
-        );
-    }
-
-    #[test]
-    fn no_sequence_of_inputs_ends_qemu_without_a_seal_or_runs_the_guest_after_it() {
-        // Every sequence of nine inputs out of five, behind a preflight that passed: few enough to try them all.
-        let inputs = [
-            Input::Done,
-            Input::Failed(broken()),
-            Input::CancelRequested,
-            Input::OutOfTime(Limit::Total(Duration::ZERO)),
-            Input::GuestRan,
-        ];
-        for sequence in 0..inputs.len().pow(9) {
-            let (mut machine, _) = Machine::begin();
-            machine.step(Input::PreflightPassed {
-                running: sequence % 2 == 0,
-            });
-            let (mut sealed, mut rest) = (false, sequence);
-            for _ in 0..9 {
-                let input = inputs[rest % inputs.len()].clone();
-                rest /= inputs.len();
-                let seals =
-                    machine.phase() == Phase::Sealing && input == Input::Done && machine.failure.is_none();
-                let effect = machine.step(input);
-                sealed |= seals;
-                match effect {
-                    Some(Effect::Terminate) => assert!(sealed, "{sequence}: QEMU ended before the seal"),
-                    Some(Effect::RollBack(_)) => {
-                        assert!(!sealed, "{sequence}: a rollback after the seal")
-                    }
-                    _ => {}
-                }
-                assert!(
-                    machine.phase() != Phase::Hibernated || sealed,
-                    "{sequence}: hibernated without a seal"
-                );
-            }
-        }
-    }
-}
+mod tests;

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use proptest::prelude::*;
 
-use super::machine::{CancelAnswer, Effect, GiveBack, Input, Limit, Machine, Phase};
+use super::machine::{Aim, CancelAnswer, Effect, GiveBack, Input, Limit, Machine, Phase};
 use crate::error::{Code, Failure};
 
 const LIMIT: Limit = Limit::Total(Duration::from_secs(9));
@@ -43,12 +43,17 @@ fn happening() -> impl Strategy<Value = Happening> {
 #[derive(Debug)]
 struct World {
     ran_before: bool,
+    aim: Aim,
+    /// Whether the guest of a snapshot shall run as long as it can.
+    is_live: bool,
     under_way: Option<Effect>,
     /// Whether the guest was stopped, or told to be.
     is_touched: bool,
     /// Whether the guest ran while its memory was being saved.
     ran_meanwhile: bool,
     is_sealed: bool,
+    /// Whether the guest of a snapshot goes on.
+    goes_on: bool,
     is_given_back: bool,
     is_ended: bool,
     /// Whether what was tried last, and has no other way out, failed.
@@ -60,9 +65,12 @@ struct World {
 }
 
 impl World {
-    fn new(ran_before: bool) -> Self {
+    fn new(ran_before: bool, aim: Aim, is_live: bool) -> Self {
         Self {
             ran_before,
+            aim,
+            is_live,
+            goes_on: false,
             under_way: None,
             is_touched: false,
             ran_meanwhile: false,
@@ -77,10 +85,19 @@ impl World {
 
     /// From the moment in which the devices are taken until the image is sealed.
     fn is_fragile(&self) -> bool {
-        matches!(
-            self.under_way,
-            Some(Effect::SaveDevices | Effect::SaveMemory | Effect::Sync | Effect::Seal)
-        )
+        !self.goes_on
+            && matches!(
+                self.under_way,
+                Some(Effect::SaveDevices | Effect::SaveMemory | Effect::Sync | Effect::Seal)
+            )
+    }
+
+    fn as_it_was(&self) -> GiveBack {
+        if self.ran_before {
+            GiveBack::Running
+        } else {
+            GiveBack::Paused
+        }
     }
 
     /// What the machine asked for is begun, if it may be.
@@ -91,22 +108,32 @@ impl World {
             Effect::RollBack(how) => {
                 assert!(self.is_touched, "a guest that nobody touched is given back");
                 assert!(!self.is_sealed, "a guest is given back beside its image");
-                let expected = match (self.ran_meanwhile, self.ran_before) {
-                    (true, _) => GiveBack::AsItIs,
-                    (false, true) => GiveBack::Running,
-                    (false, false) => GiveBack::Paused,
-                };
-                assert_eq!(how, expected);
+                assert!(!self.goes_on, "a guest that goes on is touched again");
+                let ran_on = self.ran_meanwhile.then_some(GiveBack::AsItIs);
+                assert_eq!(how, ran_on.unwrap_or_else(|| self.as_it_was()));
                 assert!(self.reason.is_some(), "a guest is given back for no reason");
             }
+            Effect::GiveBack(how) => {
+                assert_eq!(self.reason, None, "a snapshot goes on although it was given up");
+                match self.aim {
+                    Aim::Hibernate => panic!("the guest of a hibernation goes on"),
+                    Aim::Snapshot { leave_paused: true } => assert_eq!(how, GiveBack::Still),
+                    Aim::Snapshot { leave_paused: false } => assert_eq!(how, self.as_it_was()),
+                }
+            }
+            Effect::SaveLive => assert!(self.is_live && self.ran_before && self.aim.is_snapshot()),
+            Effect::Pause => assert!(!(self.is_live && self.ran_before && self.aim.is_snapshot())),
+            Effect::Trim => assert!(self.is_sealed && self.goes_on && self.reason.is_none()),
+            Effect::Discard => assert!(self.aim.is_snapshot() && self.reason.is_some() && !self.is_sealed),
             Effect::Terminate => {
+                assert_eq!(self.aim, Aim::Hibernate, "the QEMU of a snapshot is ended");
                 assert!(self.is_sealed, "QEMU is ended without an image");
                 assert!(!self.ran_meanwhile, "QEMU is ended although its guest ran on");
             }
             Effect::Interrupt => unreachable!("it is no effect of its own"),
             _ => assert_eq!(self.reason, None, "{effect:?} although it was given up"),
         }
-        self.is_touched |= effect == Effect::Pause;
+        self.is_touched |= matches!(effect, Effect::Pause | Effect::SaveLive);
         self.under_way = Some(effect);
     }
 
@@ -115,18 +142,25 @@ impl World {
         let effect = self.under_way.take().expect("an effect is under way");
         match (effect, well) {
             (Effect::Seal, true) => self.is_sealed = self.reason.is_none(),
+            (Effect::GiveBack(_), true) => self.goes_on = true,
             (Effect::RollBack(_), true) => self.is_given_back = true,
             (Effect::Terminate, true) => self.is_ended = true,
-            (Effect::RollBack(_) | Effect::Terminate, false) => self.is_doubtful = true,
+            (Effect::RollBack(_) | Effect::GiveBack(_) | Effect::Terminate, false) => {
+                self.is_doubtful = true;
+            }
             _ => {}
         }
         match (effect, well) {
             (_, false) => {
-                self.reason.get_or_insert(Code::StorageIo);
+                // A copy that takes more space than it needs is one all the same.
+                if effect != Effect::Trim {
+                    self.reason.get_or_insert(Code::StorageIo);
+                }
                 Input::Failed(broken())
             }
             (Effect::Preflight, true) => Input::PreflightPassed {
                 running: self.ran_before,
+                live: self.is_live,
             },
             (_, true) => Input::Done,
         }
@@ -140,9 +174,13 @@ impl World {
                 assert!(self.is_sealed && self.is_ended && !self.is_promised);
                 assert_eq!(machine.failure(), None);
             }
+            Phase::SnapshotTaken => {
+                assert!(self.is_sealed && self.goes_on && !self.is_ended && !self.is_promised);
+                assert_eq!(machine.failure(), None);
+            }
             Phase::Failed => {
                 assert!(!self.is_sealed && !self.is_ended);
-                assert_eq!(self.is_given_back, self.is_touched);
+                assert_eq!(self.is_given_back || self.goes_on, self.is_touched);
                 assert_eq!(machine.failure().map(|failure| failure.code), self.reason);
             }
             Phase::Uncertain => {
@@ -157,10 +195,19 @@ impl World {
     }
 }
 
+/// What it is for, and whether a live save is wished for.
+fn aim() -> impl Strategy<Value = (Aim, bool)> {
+    let aim = prop_oneof![
+        Just(Aim::Hibernate),
+        any::<bool>().prop_map(|leave_paused| Aim::Snapshot { leave_paused }),
+    ];
+    (aim, any::<bool>())
+}
+
 /// Goes through one life; the end of what happens is an undisturbed one.
-fn live(ran_before: bool, happenings: &[Happening]) -> (Machine, World) {
-    let (mut machine, first) = Machine::begin();
-    let mut world = World::new(ran_before);
+fn live(ran_before: bool, (aim, is_live): (Aim, bool), happenings: &[Happening]) -> (Machine, World) {
+    let (mut machine, first) = Machine::begin(aim);
+    let mut world = World::new(ran_before, aim, is_live);
     world.begin(first);
     let undisturbed = std::iter::repeat_n(&Happening::EffectEnds, 12);
     for happening in happenings.iter().chain(undisturbed) {
@@ -195,6 +242,7 @@ fn live(ran_before: bool, happenings: &[Happening]) -> (Machine, World) {
                 Some(Effect::Preflight) => Input::Done,
                 _ => Input::PreflightPassed {
                     running: !world.ran_before,
+                    live: !world.is_live,
                 },
             },
         };
@@ -223,14 +271,19 @@ proptest! {
     #[test]
     fn whatever_happens_the_guest_is_in_one_place(
         ran_before: bool,
+        aim in aim(),
         happenings in prop::collection::vec(happening(), 0..40),
     ) {
-        live(ran_before, &happenings);
+        live(ran_before, aim, &happenings);
     }
 
     #[test]
-    fn what_is_over_stays_so(happenings in prop::collection::vec(happening(), 0..40), running: bool) {
-        let (machine, _) = live(running, &happenings);
+    fn what_is_over_stays_so(
+        running: bool,
+        aim in aim(),
+        happenings in prop::collection::vec(happening(), 0..40),
+    ) {
+        let (machine, _) = live(running, aim, &happenings);
         for input in inputs() {
             let mut again = machine.clone();
             prop_assert_eq!(again.step(input), None);
@@ -242,7 +295,10 @@ proptest! {
 /// One of each kind.
 fn inputs() -> [Input; 6] {
     [
-        Input::PreflightPassed { running: true },
+        Input::PreflightPassed {
+            running: true,
+            live: false,
+        },
         Input::Done,
         Input::Failed(broken()),
         Input::CancelRequested,
@@ -253,10 +309,13 @@ fn inputs() -> [Input; 6] {
 
 /// A machine in `phase`, its effect under way.
 fn machine_in(phase: Phase) -> Machine {
-    let (mut machine, _) = Machine::begin();
-    machine.step(Input::PreflightPassed { running: true });
+    let (mut machine, _) = Machine::begin(Aim::Hibernate);
+    machine.step(Input::PreflightPassed {
+        running: true,
+        live: false,
+    });
     match phase {
-        Phase::Preflight => return Machine::begin().0,
+        Phase::Preflight => return Machine::begin(Aim::Hibernate).0,
         Phase::RollingBack | Phase::Failed | Phase::Uncertain => {
             machine.step(Input::Done);
             machine.step(Input::Failed(broken()));
@@ -440,6 +499,70 @@ fn after_a_cancel_every_input_in_every_phase_does_what_the_table_says() {
                 expected,
                 "{input:?} in {phase:?} after a cancel"
             );
+        }
+    }
+}
+
+#[test]
+fn every_input_in_every_phase_of_a_snapshot_alone_does_what_the_table_says() {
+    use Effect::{Discard, Interrupt, Sync};
+    use Phase::{Discarding, Failed, GivingBack, SnapshotTaken, Syncing, Trimming};
+    let stays = |phase| (phase, None);
+    let told = (GivingBack, Some(Interrupt));
+    let discards = (Discarding, Some(Discard));
+    // In the order of the inputs, as above.
+    let table = [
+        (
+            GivingBack,
+            [
+                stays(GivingBack),
+                (Syncing, Some(Sync)),
+                discards,
+                told,
+                told,
+                stays(GivingBack),
+            ],
+        ),
+        (
+            Trimming,
+            [
+                stays(Trimming),
+                stays(SnapshotTaken),
+                stays(SnapshotTaken),
+                stays(Trimming),
+                stays(Trimming),
+                stays(Trimming),
+            ],
+        ),
+        (
+            Discarding,
+            [
+                stays(Discarding),
+                stays(Failed),
+                stays(Failed),
+                stays(Discarding),
+                stays(Discarding),
+                stays(Discarding),
+            ],
+        ),
+        (SnapshotTaken, [stays(SnapshotTaken); 6]),
+    ];
+    for (phase, row) in table {
+        for (input, expected) in inputs().into_iter().zip(row) {
+            let (mut machine, _) = Machine::begin(Aim::Snapshot { leave_paused: false });
+            machine.step(Input::PreflightPassed {
+                running: true,
+                live: false,
+            });
+            let way_to = if phase == Discarding { Syncing } else { phase };
+            while machine.phase() != way_to {
+                machine.step(Input::Done);
+            }
+            if phase == Discarding {
+                machine.step(Input::Failed(broken()));
+            }
+            let effect = machine.step(input.clone());
+            assert_eq!((machine.phase(), effect), expected, "{input:?} in {phase:?}");
         }
     }
 }

@@ -1,29 +1,38 @@
-//! Hibernation: a guest's memory and devices become an image, and QEMU ends.
+//! Hibernation: a guest's memory and devices become an image, and QEMU ends. And the snapshot, after which its guest goes on.
 
 pub mod direct;
 pub mod ending;
 pub mod forecast;
 pub mod give_back;
 pub mod limits;
+pub mod live;
 pub mod machine;
 #[cfg(test)]
 mod machine_model;
 pub mod plan;
 pub mod runner;
 pub mod stream;
+mod target_lock;
 
 use std::path::PathBuf;
 
 use dormouse_storage::{Backend, ByteCount, Compression, ImageKey, VolumeKind};
 use uuid::Uuid;
 
+use crate::error::GuestState;
 use crate::vm::engine::{Choice, Wish};
 use crate::vm::shape::Shape;
 use limits::Limits;
+use live::{LiveLimits, Passes};
+use machine::Aim;
 
 /// What is asked for.
 #[derive(Debug, Clone)]
 pub struct Request {
+    /// What becomes of the guest.
+    pub aim: Aim,
+    /// Whether the guest of a snapshot runs while it is saved, and how long it may be paused then.
+    pub live: Option<LiveLimits>,
     /// Where the image goes.
     pub target: PathBuf,
     /// Whether an image that is there already may be replaced.
@@ -71,6 +80,10 @@ pub struct Storage {
 /// What came of it.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Report {
+    /// What it was for.
+    pub aim: Aim,
+    /// What the guest does now.
+    pub guest: GuestState,
     /// The image.
     pub image: PathBuf,
     /// Its id.
@@ -79,6 +92,8 @@ pub struct Report {
     pub choice: Choice,
     /// What the image is on.
     pub storage: Storage,
+    /// How a live snapshot went.
+    pub live: Option<Passes>,
     /// RAM that held something.
     pub data: ByteCount,
     /// What was written for it.
@@ -87,6 +102,8 @@ pub struct Report {
     pub zero: ByteCount,
     /// How long each phase took, in milliseconds, in order.
     pub timings_ms: Vec<(machine::Phase, f64)>,
-    /// From the stop of the vCPUs to a sealed image, in milliseconds.
+    /// How long the guest stood still, in milliseconds: to a sealed image, or until it was given back.
     pub pause_ms: f64,
+    /// From the beginning to a sealed image, in milliseconds.
+    pub sealed_after_ms: f64,
 }

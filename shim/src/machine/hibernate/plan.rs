@@ -10,7 +10,8 @@ use dormouse_storage::image::manifest::{Disk, Hardware, Qemu};
 use dormouse_storage::{ByteCount, Layout, Recording};
 use serde_json::Value;
 
-use super::{Request, stream};
+use super::machine::Aim;
+use super::{Request, live, stream};
 use crate::error::{Code, Failure, GuestState, sentence};
 use crate::vm::command_line::CommandLine;
 use crate::vm::engine::{self, Choice, Facts, Wish};
@@ -22,6 +23,8 @@ use crate::vm::{binary, blockers, disks, hardware, monitor, process};
 pub struct Plan {
     /// Whether the vCPUs run.
     pub running: bool,
+    /// Whether the guest is saved while they run.
+    pub live: bool,
     /// QEMU's process.
     pub pid: u32,
     /// Its working directory.
@@ -86,17 +89,29 @@ async fn examine(client: &Client, request: &Request, running: bool) -> Result<Pl
     if !blockers.is_empty() {
         return Err(Failure::new(
             Code::Refused,
-            format!("cannot hibernate: {}", blockers.join("; ")),
+            match request.aim {
+                Aim::Hibernate => format!("cannot hibernate: {}", blockers.join("; ")),
+                Aim::Snapshot { .. } => format!("cannot take a snapshot: {}", blockers.join("; ")),
+            },
         ));
     }
 
     check_target(&request.target, request.replace)?;
     let memory = Memory::of(client, pid).await?;
     let mut facts = Facts::of(client, &memory).await?;
-    if request.engine != Wish::Stream {
+    // Of a guest that stands still there is nothing to save while it runs.
+    let is_live = request.live.is_some() && running;
+    let (wish, channels) = if is_live {
+        check_live(request)?;
+        live::check_dirty_tracking(client).await?;
+        (Wish::Stream, Some(0))
+    } else {
+        (request.engine, request.channels)
+    };
+    if wish != Wish::Stream {
         facts.ask_about_handing_over(client).await?;
     }
-    let mut choice = engine::choose(request.engine, request.channels, &facts)?;
+    let mut choice = engine::choose(wish, channels, &facts)?;
     if let Some(channels @ 1..) = choice.channels {
         let tried = stream::find_settings(client, channels)
             .await?
@@ -104,7 +119,7 @@ async fn examine(client: &Client, request: &Request, running: bool) -> Result<Pl
             .await;
         if let Err(CommandError::Qemu { desc, .. }) = tried {
             facts.multifd = Err(desc);
-            choice = engine::choose(request.engine, request.channels, &facts)?;
+            choice = engine::choose(wish, request.channels, &facts)?;
         }
     }
     if let Some(block) = memory.backends.iter().find(|block| block.is_at(&request.target)) {
@@ -136,6 +151,7 @@ async fn examine(client: &Client, request: &Request, running: bool) -> Result<Pl
         .unwrap_or_default();
     Ok(Plan {
         running,
+        live: is_live,
         pid,
         directory,
         memory,
@@ -177,8 +193,27 @@ impl Plan {
 
     /// The disks now, for the manifest.
     pub async fn disks(&self, client: &Client) -> Result<Vec<Disk>, Failure> {
-        disks::present(client, &self.directory).await
+        disks::with_fingerprints(disks::present(client, &self.directory).await?).await
     }
+}
+
+/// A guest that runs is saved by QEMU's own stream, and over one connection: see [`dormouse_storage::ImageWriter::write_live`].
+fn check_live(request: &Request) -> Result<(), Failure> {
+    if request.engine == Wish::Direct {
+        return Err(Failure::new(
+            Code::Refused,
+            "the direct engine reads memory that stands still, so it cannot save a guest while it runs: leave out --live, \
+             or --engine direct",
+        ));
+    }
+    if request.channels.is_some_and(|channels| channels > 0) {
+        return Err(Failure::new(
+            Code::Refused,
+            "a guest that runs while it is saved comes over one plain stream, in which the later of two contents of a page \
+             is known: leave out --live, or --channels",
+        ));
+    }
+    Ok(())
 }
 
 /// Tells early and in plain words what the writer would refuse late.

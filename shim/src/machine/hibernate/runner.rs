@@ -1,4 +1,4 @@
-//! Acts for the hibernation's machine: one effect at a time, with an eye on cancels and on the guest.
+//! Acts for the machine of hibernations and snapshots: one effect at a time, with an eye on cancels and on the guest.
 //!
 //! ```text
 //!             ┌──── cancel, RESUME event ────┐
@@ -12,8 +12,8 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use dormouse_qmp::view::machine::RunState;
-use dormouse_qmp::{Client, Events, Heard, command};
-use dormouse_storage::image::manifest::{Backend, Guest, GuestState as SavedState, Manifest, RamBlock};
+use dormouse_qmp::{Client, CommandError, Events, Heard, command};
+use dormouse_storage::image::manifest::{Backend, Disk, Guest, GuestState as SavedState, Manifest, RamBlock};
 use dormouse_storage::{
     CompleteImage, CreateOptions, ImageWriter, MemoryWritten, Progress, Recording, Run, SealedImage,
     WORKER_THREADS,
@@ -27,13 +27,16 @@ use super::direct::{self, Source};
 use super::ending::{end_qemu, give_space_back};
 use super::give_back::give_guest_back;
 use super::limits::Watchdog;
-use super::machine::{CancelAnswer, Effect, GiveBack, Input, Machine, Phase};
+use super::live::{self, Follower, Passes};
+use super::machine::{Aim, CancelAnswer, Effect, GiveBack, Input, Machine, Phase};
 use super::plan::{Plan, preflight};
+use super::target_lock::taken_in_time;
 use super::{Report, Request, Storage, stream};
 use crate::error::{Code, Failure, GuestState};
 use crate::journal::{FORM, Journal, Point, Record};
 use crate::machine::effect::{blocking, joined, milliseconds, out_of_order};
 use crate::machine::interrupt::Interrupt;
+use crate::machine::recover::earlier::finish_earlier;
 use crate::vm::engine::Choice;
 use crate::vm::memory::DEVICE_STATE_BOUND;
 use crate::vm::monitor::{self, MigrationSettings, wait_for_run_state};
@@ -71,7 +74,7 @@ pub struct Told {
 /// A request to cancel, with the place for its answer.
 pub type Cancel = oneshot::Sender<CancelAnswer>;
 
-/// Hibernates the guest behind `client`. Returns when it is over, whichever way.
+/// Hibernates the guest behind `client`, or takes a snapshot of it. Returns when it is over, whichever way.
 pub async fn hibernate(
     operation: Uuid,
     client: Client,
@@ -87,7 +90,7 @@ pub async fn hibernate(
         Arc::clone(&progress),
         told.clone(),
     );
-    let (mut machine, first) = Machine::begin();
+    let (mut machine, first) = Machine::begin(work.request.aim);
     let mut watchdog = Watchdog::new(work.request.limits, Instant::now());
     let mut given_up_at = None;
     let mut next = Some(first);
@@ -125,7 +128,7 @@ pub async fn hibernate(
         work.timings_ms.push((phase, milliseconds(started.elapsed())));
         next = machine.step(input);
     }
-    work.end_journal(machine.phase()).await;
+    work.end_journal(&machine).await;
     told.send_modify(|told| told.phase = machine.phase());
     match machine.failure().cloned() {
         // Asked, not deduced: somebody else may have done something to the guest as well.
@@ -135,7 +138,7 @@ pub async fn hibernate(
                 .map(|at| work.given_back_at.unwrap_or_else(Instant::now) - at),
             ..failure.with_guest(work.guest_state().await)
         }),
-        None => work.report(),
+        None => work.report().await,
     }
 }
 
@@ -170,13 +173,21 @@ struct Work {
     connections: Vec<UnixStream>,
     storage: Option<Storage>,
     written: MemoryWritten,
+    /// The disks as they were while the guest stood still.
+    disks: Vec<Disk>,
     complete: Option<CompleteImage>,
     sealed: Option<SealedImage>,
     /// Threads that write an image that nobody wants any more; they end when the storage lets them.
     abandoned: Option<JoinHandle<()>>,
+    /// How a live save went.
+    passes: Option<Passes>,
+    /// Whether somebody else paused the guest while it was saved.
+    paused_by_another: bool,
+    begun: Instant,
     paused_at: Option<Instant>,
     given_back_at: Option<Instant>,
     pause_ms: f64,
+    sealed_after_ms: f64,
     timings_ms: Vec<(Phase, f64)>,
 }
 
@@ -205,12 +216,17 @@ impl Work {
             connections: Vec::new(),
             storage: None,
             written: MemoryWritten::default(),
+            disks: Vec::new(),
             complete: None,
             sealed: None,
             abandoned: None,
+            passes: None,
+            paused_by_another: false,
+            begun: Instant::now(),
             paused_at: None,
             given_back_at: None,
             pause_ms: 0.0,
+            sealed_after_ms: 0.0,
             timings_ms: Vec::new(),
         }
     }
@@ -228,9 +244,16 @@ impl Work {
             Effect::Pause => self.pause(was_running).await,
             Effect::SaveDevices => self.save_devices().await,
             Effect::SaveMemory => self.save_memory().await,
+            Effect::SaveLive => self.save_live().await,
             Effect::Sync => self.sync(was_running).await,
             Effect::Seal => self.seal().await,
             Effect::Terminate => self.terminate().await,
+            Effect::GiveBack(how) => self.give_back(how).await,
+            Effect::Trim => {
+                self.trim().await;
+                Ok(())
+            }
+            Effect::Discard => self.discard().await,
             Effect::RollBack(give_back) => self.roll_back(give_back).await,
             Effect::Interrupt => Ok(()),
         };
@@ -238,6 +261,7 @@ impl Work {
             (_, Err(failure)) => Input::Failed(failure),
             (Effect::Preflight, Ok(())) => Input::PreflightPassed {
                 running: self.plan.as_ref().is_some_and(|plan| plan.running),
+                live: self.plan.as_ref().is_some_and(|plan| plan.live),
             },
             (_, Ok(())) => Input::Done,
         }
@@ -265,6 +289,7 @@ impl Work {
     }
 
     async fn preflight(&mut self) -> Result<(), Failure> {
+        finish_earlier(&self.client, &self.request.operations).await;
         let plan = preflight(&self.client, &self.request).await?;
         self.progress.expect(plan.memory.guest_total());
         self.told
@@ -277,6 +302,9 @@ impl Work {
     async fn reserve(&mut self) -> Result<(), Failure> {
         let plan = self.plan()?;
         let settings = match plan.choice.channels {
+            _ if plan.live => {
+                live::find_settings(&self.client, self.request.live.unwrap_or_default()).await?
+            }
             None => direct::find_settings(&self.client, &plan).await?,
             Some(channels) => stream::find_settings(&self.client, channels).await?,
         };
@@ -284,6 +312,7 @@ impl Work {
         self.begin_journal(&plan, settings).await?;
         let (target, replace, image_id) = (self.request.target.clone(), self.request.replace, self.image_id);
         let image = self.request.image.clone();
+        let (patience, interrupt) = (self.request.limits.lock, self.interrupt.clone());
         let mut task = tokio::task::spawn_blocking(move || {
             let options = CreateOptions {
                 replace,
@@ -293,7 +322,9 @@ impl Work {
                 key: image.key,
                 rate_limit: image.rate_limit,
             };
-            let mut writer = ImageWriter::create(&target, plan.layout.clone(), options)?;
+            let mut writer = taken_in_time(&target, patience, interrupt.flag(), || {
+                ImageWriter::create(&target, plan.layout.clone(), options.clone())
+            })?;
             writer.reserve(DEVICE_STATE_BOUND)?;
             Ok(writer)
         });
@@ -384,7 +415,8 @@ impl Work {
         let mut writer = self.writer.take().ok_or_else(out_of_order)?;
         let incoming = self.incoming.take().ok_or_else(out_of_order)?;
         let is_stream = matches!(incoming, Incoming::Connections(_));
-        let noting = self.note(Point::Sealing);
+        // That of a snapshot says too that its guest is back.
+        let noting = (!self.request.aim.is_snapshot()).then(|| self.note(Point::Sealing));
         let (progress, interrupt) = (Arc::clone(&self.progress), self.interrupt.clone());
         let mut task = tokio::task::spawn_blocking(move || {
             let run = Run {
@@ -408,7 +440,10 @@ impl Work {
             self.abandoned = Some(tokio::spawn(async { drop(task.await) }));
         }
         // Written down while memory is; where that went wrong, the guest's end would be anybody's guess.
-        let noted = self.noted(noting).await;
+        let noted = match noting {
+            Some(noting) => self.noted(noting).await,
+            None => Ok(()),
+        };
         let (writer, recording, written) = match outcome {
             Err(failure) if is_stream => return Err(stream::reason(&self.client, failure).await),
             outcome => outcome?,
@@ -418,30 +453,128 @@ impl Work {
             plan.check_blocks(&recording)?;
         }
         noted?;
+        self.disks = self.interrupt.or(self.disks_at_rest(&plan)).await?;
         // A file system can refuse what it allowed at first.
         self.note_storage(&writer);
         (self.writer, self.recording, self.written) = (Some(writer), Some(recording), written);
         Ok(())
     }
 
+    /// Has QEMU send all of the guest while it runs, and writes it.
+    async fn save_live(&mut self) -> Result<(), Failure> {
+        let plan = self.plan()?;
+        let mut writer = self.writer.take().ok_or_else(out_of_order)?;
+        let mut follower = Follower::of(&self.client, self.request.live.unwrap_or_default());
+        self.set().await?;
+        let connection = in_time(stream::connect_plain(&self.client)).await?;
+        let held = connection
+            .try_clone()
+            .map_err(|error| Failure::new(Code::Internal, format!("cannot hold a connection: {error}")))?;
+        self.connections = vec![held];
+        let (progress, interrupt) = (Arc::clone(&self.progress), self.interrupt.clone());
+        let mut task = tokio::task::spawn_blocking(move || {
+            let run = Run {
+                threads: 1,
+                progress: &progress,
+                cancelled: interrupt.flag(),
+            };
+            let recording = writer.write_live(connection, DEVICE_STATE_BOUND, &run)?;
+            Ok((writer, recording))
+        });
+        let outcome = {
+            let mut saved = pin!(self.interrupt.or(joined(&mut task)));
+            loop {
+                tokio::select! {
+                    biased;
+                    outcome = &mut saved => break outcome,
+                    // A QEMU that does not answer shows in the stream as well.
+                    followed = follower.follow(&self.progress) => if let Err(failure) = followed {
+                        break Err(failure);
+                    },
+                }
+            }
+        };
+        self.paused_by_another = follower.paused_by_another;
+        self.paused_at = follower.paused_at;
+        if !task.is_finished() {
+            self.interrupt.raise();
+            self.abandoned = Some(tokio::spawn(async { drop(task.await) }));
+        }
+        let (writer, recording) = match outcome {
+            Err(failure) => return Err(stream::reason(&self.client, failure).await),
+            Ok(saved) => saved,
+        };
+        self.interrupt.or(stream::settle(&self.client)).await?;
+        plan.check_blocks(&recording)?;
+        // An event that was missed.
+        self.paused_at.get_or_insert_with(Instant::now);
+        self.passes = Some(follower.conclude().await?);
+        self.disks = self.interrupt.or(self.disks_at_rest(&plan)).await?;
+        self.note_storage(&writer);
+        (self.writer, self.recording) = (Some(writer), Some(recording));
+        Ok(())
+    }
+
+    /// A guest that somebody else paused while it was saved stays so.
+    fn as_others_left_it(&self, how: GiveBack) -> GiveBack {
+        match how {
+            GiveBack::Running if self.paused_by_another => GiveBack::Paused,
+            how => how,
+        }
+    }
+
+    /// The disks, while the guest stands still.
+    async fn disks_at_rest(&self, plan: &Plan) -> Result<Vec<Disk>, Failure> {
+        let disks = plan.disks(&self.client).await?;
+        still_stopped(&monitor::run_state(&self.client).await?)?;
+        Ok(disks)
+    }
+
+    /// Gives the guest of a snapshot back. All that is still written comes from memory of ours.
+    async fn give_back(&mut self, how: GiveBack) -> Result<(), Failure> {
+        let how = self.as_others_left_it(how);
+        let settings = self.settings.take();
+        let back = give_guest_back(&self.client, how, &mut self.connections, settings).await?;
+        self.pause_ms = self
+            .paused_at
+            .map(|at| milliseconds(back - at))
+            .unwrap_or_default();
+        self.connections.clear();
+        Ok(())
+    }
+
     async fn sync(&mut self, was_running: bool) -> Result<(), Failure> {
-        let manifest = self.interrupt.or(self.manifest(was_running)).await?;
+        let manifest = self.manifest(was_running)?;
+        let noting = (self.request.aim.is_snapshot()).then(|| self.note(Point::Sealing));
         let writer = self.writer.take().ok_or_else(out_of_order)?;
         let recording = self.recording.take().ok_or_else(out_of_order)?;
         let mut task = tokio::task::spawn_blocking(move || Ok(writer.complete(&manifest, &recording)?));
         let outcome = self.interrupt.or(joined(&mut task)).await;
+        let noted = match noting {
+            Some(noting) => self.noted(noting).await,
+            None => Ok(()),
+        };
         if !task.is_finished() {
             // Storage that hangs is left to itself: what comes of it is dropped, and was no image.
             self.abandoned = Some(tokio::spawn(async { drop(task.await) }));
         }
-        self.complete = Some(outcome?);
-        Ok(())
+        let complete = outcome?;
+        self.written = complete.written();
+        self.complete = Some(complete);
+        noted
     }
 
     async fn seal(&mut self) -> Result<(), Failure> {
-        still_stopped(&monitor::run_state(&self.client).await?)?;
+        let goes_on = self.request.aim.is_snapshot();
+        if !goes_on {
+            still_stopped(&monitor::run_state(&self.client).await?)?;
+        }
         let complete = self.complete.take().ok_or_else(out_of_order)?;
         self.sealed = Some(blocking(move || Ok(complete.seal()?)).await?);
+        self.sealed_after_ms = milliseconds(self.begun.elapsed());
+        if goes_on {
+            return Ok(());
+        }
         self.pause_ms = self
             .paused_at
             .map(|at| milliseconds(at.elapsed()))
@@ -458,23 +591,41 @@ impl Work {
         let plan = self.plan()?;
         self.note_anyway(Point::Sealed).await;
         end_qemu(&self.client, plan.pid, &self.request.target).await?;
+        self.trim().await;
+        Ok(())
+    }
+
+    /// Gives back space that the sealed image does not use, and lets go of it.
+    async fn trim(&mut self) {
         if let Some(sealed) = self.sealed.take() {
             give_space_back(sealed).await;
         }
+    }
+
+    /// Removes the image; its guest is not touched.
+    async fn discard(&mut self) -> Result<(), Failure> {
+        self.remove_sealed().await?;
+        self.remove_partial_image().await;
         Ok(())
     }
 
     async fn roll_back(&mut self, give_back: GiveBack) -> Result<(), Failure> {
+        let give_back = self.as_others_left_it(give_back);
         self.note_return().await;
         // A whole image must be gone before its guest runs. A partial one is nobody's guest, and waits.
-        if let Some(sealed) = self.sealed.take() {
-            blocking(move || Ok(sealed.remove()?)).await?;
-        }
+        self.remove_sealed().await?;
         let settings = self.settings.take();
         let given_back = give_guest_back(&self.client, give_back, &mut self.connections, settings).await;
         self.given_back_at = Some(Instant::now());
         self.remove_partial_image().await;
-        given_back
+        given_back.map(drop)
+    }
+
+    async fn remove_sealed(&mut self) -> Result<(), Failure> {
+        match self.sealed.take() {
+            Some(sealed) => blocking(move || Ok(sealed.remove()?)).await,
+            None => Ok(()),
+        }
     }
 
     /// The guest has what it needs; storage that hangs only delays the report, and not for ever.
@@ -500,15 +651,24 @@ impl Work {
         match monitor::run_state(&self.client.with_deadline(LAST_LOOK)).await {
             Ok(RunState::Running) => GuestState::Running,
             Ok(_) => GuestState::Paused,
-            Err(_)
-                if self
-                    .plan
-                    .as_ref()
-                    .is_some_and(|plan| ProcessEnd::of(plan.pid).is_over()) =>
-            {
-                GuestState::Stopped
-            }
-            Err(_) => GuestState::Unknown,
+            Err(error) => self.guest_state_without_answer(&error).await,
+        }
+    }
+
+    /// A QEMU that hung up is most likely ending, which the end of its memory takes a while for.
+    async fn guest_state_without_answer(&self, error: &CommandError) -> GuestState {
+        let Some(plan) = &self.plan else {
+            return GuestState::Unknown;
+        };
+        let end = ProcessEnd::of(plan.pid);
+        if end.is_over() {
+            return GuestState::Stopped;
+        }
+        let hung_up = matches!(error, CommandError::ConnectionLost { .. });
+        let patience = if hung_up { LAST_LOOK } else { Duration::ZERO };
+        match blocking(move || Ok(end.wait(patience).unwrap_or(false))).await {
+            Ok(true) => GuestState::Stopped,
+            _ => GuestState::Unknown,
         }
     }
 
@@ -517,6 +677,7 @@ impl Work {
             .ok_or_else(|| Failure::new(Code::Unreachable, "QEMU's process is gone"))?;
         let record = Record {
             form: FORM,
+            aim: self.request.aim,
             operation: self.operation,
             vm_name: self.request.vm_name.clone(),
             target: self.request.target.clone(),
@@ -569,9 +730,14 @@ impl Work {
         }
     }
 
-    /// What is over needs no record; what is not certain does, as long as there is a QEMU.
-    async fn end_journal(&mut self, phase: Phase) {
-        if phase == Phase::Uncertain && self.guest_state().await != GuestState::Stopped {
+    /// What is over needs no record; what is not certain does, as long as there is a QEMU: also an image that may be
+    /// sealed although its guest was given back.
+    async fn end_journal(&mut self, machine: &Machine) {
+        let is_doubtful = machine.phase() == Phase::Uncertain
+            || machine
+                .failure()
+                .is_some_and(|failure| failure.code == Code::Operator);
+        if is_doubtful && self.guest_state().await != GuestState::Stopped {
             return;
         }
         if let Some(journal) = self.journal.take()
@@ -581,7 +747,7 @@ impl Work {
         }
     }
 
-    async fn manifest(&self, was_running: bool) -> Result<Manifest, Failure> {
+    fn manifest(&self, was_running: bool) -> Result<Manifest, Failure> {
         let plan = self.plan()?;
         Ok(Manifest {
             created_unix_ms: SystemTime::now()
@@ -611,13 +777,14 @@ impl Work {
                 .collect(),
             command_line: Some(plan.command_line.clone()),
             working_directory: Some(plan.directory.clone()),
-            disks: plan.disks(&self.client).await?,
+            disks: self.disks.clone(),
             guest: Guest {
                 state_when_saved: if was_running {
                     SavedState::Running
                 } else {
                     SavedState::Paused
                 },
+                went_on: self.request.aim.is_snapshot(),
             },
             timings_ms: self
                 .timings_ms
@@ -632,17 +799,25 @@ impl Work {
         self.plan.clone().ok_or_else(out_of_order)
     }
 
-    fn report(self) -> Result<Report, Failure> {
+    async fn report(self) -> Result<Report, Failure> {
+        let guest = match self.request.aim {
+            Aim::Hibernate => GuestState::Stopped,
+            Aim::Snapshot { .. } => self.guest_state().await,
+        };
         Ok(Report {
+            aim: self.request.aim,
+            guest,
             choice: self.plan()?.choice.clone(),
             image: self.request.target,
             image_id: self.image_id,
             storage: self.storage.ok_or_else(out_of_order)?,
+            live: self.passes,
             data: self.written.data,
             stored: self.written.stored,
             zero: self.written.zero,
             timings_ms: self.timings_ms,
             pause_ms: self.pause_ms,
+            sealed_after_ms: self.sealed_after_ms,
         })
     }
 }

@@ -66,6 +66,14 @@ pub async fn connect(client: &Client, plan: &Plan, channels: u8) -> Result<Vec<S
         .collect()
 }
 
+/// Begins the migration over one plain stream; returns its connection.
+pub async fn connect_plain(client: &Client) -> Result<StdStream, Failure> {
+    one(client)
+        .await?
+        .into_std()
+        .map_err(|error| Failure::new(Code::Internal, format!("cannot hold a connection: {error}")))
+}
+
 /// Writes all that comes over the connections.
 pub fn write_memory(
     writer: &mut ImageWriter,

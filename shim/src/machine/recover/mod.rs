@@ -6,8 +6,10 @@
 //!   QEMU is ended, and the image is the guest.
 //! - QEMU is ended only when the image is whole, durable, and the guest has not run since.
 //! - It can be done again, and be killed itself, at any point: it looks anew, and the record goes last.
+//! - The guest of a snapshot is never ended: it is given back if it was not yet, and a sealed snapshot stays.
 //! - Where guest and image might both be the guest, nothing is touched, and a person is told which is which.
 
+pub mod earlier;
 pub mod runner;
 pub mod verdict;
 pub mod volumes;
@@ -18,6 +20,7 @@ use serde::Serialize;
 use uuid::Uuid;
 
 use crate::error::GuestState;
+use crate::machine::hibernate::machine::Aim;
 
 /// How an interrupted hibernation ended.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -30,6 +33,9 @@ pub struct Recovered {
     pub image: PathBuf,
     /// The image's id.
     pub image_id: Uuid,
+    /// What was interrupted.
+    #[serde(skip)]
+    pub aim: Aim,
     /// Which end it was.
     pub outcome: Outcome,
     /// What the guest does now.
@@ -42,6 +48,8 @@ pub struct Recovered {
 pub enum Outcome {
     /// The image is the guest, and QEMU has ended.
     Hibernated,
+    /// The image is a whole snapshot, whose guest was given back before.
+    Snapshot,
     /// The guest is as it was before; there is no image.
     GivenBack,
     /// Somebody ran the guest after its image was sealed. It was left as it is, and the image, which is older, removed.

@@ -3,14 +3,14 @@
 use std::time::Duration;
 
 use dormouse_qmp::view::machine::RunState;
-use dormouse_qmp::{Client, ConnectOptions};
+use dormouse_qmp::{Client, ConnectError, ConnectOptions};
 use dormouse_storage::image::{Interrupted, Remains};
 use dormouse_storage::{ImageState, SealedImage};
 
 use super::verdict::{Doubt, Facts, Verdict};
 use super::{Outcome, Recovered};
 use crate::error::{Code, Failure, GuestState};
-use crate::journal::{Journal, Record};
+use crate::journal::{Journal, Point, Record};
 use crate::machine::effect::blocking;
 use crate::machine::hibernate::ending::{end_qemu, give_space_back};
 use crate::machine::hibernate::give_back::give_guest_back;
@@ -23,8 +23,18 @@ const ENDING_LIMIT: Duration = Duration::from_secs(3);
 
 /// Brings an interrupted hibernation to its end. Its record goes when that is reached, and stays on every failure.
 pub async fn recover(journal: Journal) -> Result<Recovered, Failure> {
+    let client = match connect(journal.record()).await {
+        // A guest that was given back has nothing to wait for, and its monitor may be in use.
+        Err(_) if is_back(journal.record()) => None,
+        connected => connected?,
+    };
+    recover_with(journal, client).await
+}
+
+/// The same with the monitor of that very QEMU; `None` if it is gone.
+pub(super) async fn recover_with(journal: Journal, client: Option<Client>) -> Result<Recovered, Failure> {
     let record = journal.record().clone();
-    let (outcome, guest) = bring_to_an_end(&record).await?;
+    let (outcome, guest) = bring_to_an_end(&record, client).await?;
     blocking(move || {
         journal.end().map_err(|error| {
             Failure::new(
@@ -40,19 +50,28 @@ pub async fn recover(journal: Journal) -> Result<Recovered, Failure> {
         name: record.vm_name,
         image: record.target,
         image_id: record.image_id,
+        aim: record.aim,
         outcome,
         guest,
     })
 }
 
-async fn bring_to_an_end(record: &Record) -> Result<(Outcome, GuestState), Failure> {
+/// Whether it is a snapshot whose guest was given back.
+fn is_back(record: &Record) -> bool {
+    record.aim.is_snapshot() && record.point != Point::Saving
+}
+
+async fn bring_to_an_end(record: &Record, client: Option<Client>) -> Result<(Outcome, GuestState), Failure> {
     let image = Interrupted::new(&record.target, record.image_id);
-    let client = connect(record).await?;
+    let is_back = is_back(record);
     let state = match &client {
         Some(client) => Some(monitor::run_state(client).await?),
         None => None,
     };
-    let guest = guest_of(state.as_ref());
+    let guest = match &state {
+        None if is_back && record.qemu.is_alive() => GuestState::Unknown,
+        state => guest_of(state.as_ref()),
+    };
     let remains = {
         let image = image.clone();
         blocking(move || Ok(image.remains()?))
@@ -60,6 +79,7 @@ async fn bring_to_an_end(record: &Record) -> Result<(Outcome, GuestState), Failu
             .map_err(|failure| failure.with_guest(guest))?
     };
     let facts = Facts {
+        aim: record.aim,
         point: record.point,
         was_running: record.was_running,
         remains,
@@ -79,6 +99,22 @@ async fn bring_to_an_end(record: &Record) -> Result<(Outcome, GuestState), Failu
         (Verdict::KeepImage, _) => {
             finish(settle(image, remains).await?).await;
             Ok((Outcome::Hibernated, GuestState::Stopped))
+        }
+        (Verdict::KeepSnapshot, _) => {
+            settle(image, remains)
+                .await
+                .map_err(|failure| failure.with_guest(guest))?;
+            Ok((Outcome::Snapshot, guest))
+        }
+        (Verdict::DropSnapshot, _) => {
+            blocking(move || Ok(image.remove_unfinished()?))
+                .await
+                .map_err(|failure| failure.with_guest(guest))?;
+            let outcome = match guest {
+                GuestState::Stopped => Outcome::QemuGone,
+                _ => Outcome::GivenBack,
+            };
+            Ok((outcome, guest))
         }
         (Verdict::GiveBack { how, discard }, Some(client)) => give_back(record, image, &client, how, discard)
             .await
@@ -106,9 +142,20 @@ async fn connect(record: &Record) -> Result<Option<Client>, Failure> {
             if blocking(move || Ok(end.wait(ENDING_LIMIT).unwrap_or(false))).await? {
                 return Ok(None);
             }
-            return Err(Failure::from(error).while_doing(&format!(
-                "a guest waits in QEMU's process {pid} for its hibernation's end"
-            )));
+            let is_held = matches!(error, ConnectError::MonitorBusy { .. });
+            let failure = Failure::from(error).while_doing(&format!(
+                "a guest is in QEMU's process {pid}, and waits for its hibernation's end"
+            ));
+            return Err(if is_held {
+                Failure {
+                    message: format!(
+                        "{failure}; where that is its supervisor, the guest's next hibernation ends this one first"
+                    ),
+                    ..failure
+                }
+            } else {
+                failure
+            });
         }
     };
     match client.peer_pid() {

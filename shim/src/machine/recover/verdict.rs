@@ -17,6 +17,16 @@
 //! A rollback that was interrupted goes on: a whole image goes whatever QEMU does. Only where QEMU is gone too a person is
 //! asked: the image is all that is left of a guest that ran on from it.
 //!
+//! A snapshot has a table of its own. Its record says `Sealing` only once its guest was given back, and before that its image
+//! is not whole. Killed between the two, a guest that runs already is left running, and one that its owner paused in that
+//! instant is run:
+//!
+//! | guest | image | verdict |
+//! | --- | --- | --- |
+//! | was given back, or is gone | whole, whatever became of it since | it stays, and QEMU is not touched |
+//! | was given back, or is gone | unfinished, or nothing | remove it; QEMU is not touched |
+//! | may not have been given back | unfinished, or nothing | give the guest back as it was; remove it |
+//!
 //! QEMU's run state `postmigrate` is left by running only, and comes back by another migration only. So "stands still
 //! since the save" is what QEMU says, not what we deduce.
 
@@ -25,11 +35,13 @@ use dormouse_storage::ImageState;
 use dormouse_storage::image::Remains;
 
 use crate::journal::Point;
-use crate::machine::hibernate::machine::GiveBack;
+use crate::machine::hibernate::machine::{Aim, GiveBack};
 
 /// What was found.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Facts {
+    /// What was interrupted.
+    pub aim: Aim,
     /// How far the hibernation was, by its record.
     pub point: Point,
     /// Whether the vCPUs ran before it.
@@ -56,6 +68,10 @@ pub enum Verdict {
     },
     /// QEMU is gone; remove what is unfinished.
     Sweep,
+    /// The image is a snapshot; make it durable, and leave QEMU alone.
+    KeepSnapshot,
+    /// The guest of a snapshot was given back: remove what is unfinished, and leave QEMU alone.
+    DropSnapshot,
     /// A person has to look.
     Ask(Doubt),
 }
@@ -74,17 +90,16 @@ pub enum Doubt {
 impl Facts {
     /// The verdict.
     pub fn verdict(&self) -> Verdict {
+        if self.aim.is_snapshot() {
+            return self.of_snapshot();
+        }
         let stands_still = self
             .qemu
             .as_ref()
             .is_none_or(|state| *state == RunState::Postmigrate);
         let is_gone = self.qemu.is_none();
         let returning = self.point == Point::Returning;
-        let as_it_was = if self.was_running {
-            GiveBack::Running
-        } else {
-            GiveBack::Paused
-        };
+        let as_it_was = self.as_it_was();
         match self.remains {
             Remains::Whole(ImageState::Waking | ImageState::Consumed) => match (is_gone, stands_still) {
                 (true, _) => Verdict::KeepImage,
@@ -112,6 +127,29 @@ impl Facts {
             },
         }
     }
+
+    fn of_snapshot(&self) -> Verdict {
+        let is_whole = matches!(self.remains, Remains::Whole(_));
+        let is_back = self.point != Point::Saving;
+        match (is_whole, self.qemu.is_some()) {
+            (true, there) if is_back || !there => Verdict::KeepSnapshot,
+            (false, _) if is_back => Verdict::DropSnapshot,
+            (false, false) => Verdict::Sweep,
+            // Nothing seals it before; if anything did, its guest counts.
+            (discard, _) => Verdict::GiveBack {
+                how: self.as_it_was(),
+                discard,
+            },
+        }
+    }
+
+    fn as_it_was(&self) -> GiveBack {
+        if self.was_running {
+            GiveBack::Running
+        } else {
+            GiveBack::Paused
+        }
+    }
 }
 
 #[cfg(test)]
@@ -128,6 +166,10 @@ mod tests {
     ];
 
     fn all() -> impl Iterator<Item = Facts> {
+        all_of(Aim::Hibernate)
+    }
+
+    fn all_of(aim: Aim) -> impl Iterator<Item = Facts> {
         let states = [
             None,
             Some(RunState::Running),
@@ -140,6 +182,7 @@ mod tests {
             REMAINS.into_iter().flat_map(move |remains| {
                 states.clone().into_iter().flat_map(move |qemu| {
                     [true, false].map(|was_running| Facts {
+                        aim,
                         point,
                         was_running,
                         remains,
@@ -205,6 +248,7 @@ mod tests {
     #[test]
     fn a_guest_that_ran_on_is_left_as_it_is() {
         let facts = Facts {
+            aim: Aim::Hibernate,
             point: Point::Sealed,
             was_running: false,
             remains: Remains::Whole(ImageState::Sealed),
@@ -217,5 +261,39 @@ mod tests {
             ..facts
         };
         assert_eq!(used.verdict(), Verdict::Ask(Doubt::RunsTwice));
+    }
+
+    fn snapshots() -> impl Iterator<Item = Facts> {
+        all_of(Aim::Snapshot { leave_paused: false })
+    }
+
+    #[test]
+    fn the_guest_of_a_snapshot_is_never_ended_and_no_person_is_asked() {
+        for facts in snapshots() {
+            let verdict = facts.verdict();
+            assert!(
+                !matches!(verdict, Verdict::EndQemu | Verdict::KeepImage | Verdict::Ask(_)),
+                "{facts:?}: {verdict:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn the_guest_of_a_snapshot_is_touched_only_where_it_may_not_have_been_given_back() {
+        for facts in snapshots() {
+            let touched = matches!(facts.verdict(), Verdict::GiveBack { .. });
+            let may_stand_still = facts.point == Point::Saving && facts.qemu.is_some();
+            assert_eq!(touched, may_stand_still, "{facts:?}");
+        }
+    }
+
+    #[test]
+    fn a_snapshot_is_kept_once_it_is_sealed() {
+        for facts in snapshots() {
+            let kept = facts.verdict() == Verdict::KeepSnapshot;
+            let is_whole = matches!(facts.remains, Remains::Whole(_));
+            let may_be_sealed = facts.point != Point::Saving || facts.qemu.is_none();
+            assert_eq!(kept, is_whole && may_be_sealed, "{facts:?}");
+        }
     }
 }

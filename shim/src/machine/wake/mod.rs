@@ -1,11 +1,17 @@
 //! The wake: an image becomes a running guest, exactly once.
 
+pub mod feeding;
+pub mod follow_up;
 pub mod guard;
+pub mod lazy;
+mod load;
 pub mod machine;
 #[cfg(test)]
 mod machine_model;
 pub mod plan;
+mod resume;
 pub mod runner;
+pub mod snapshot;
 
 use std::path::PathBuf;
 
@@ -24,10 +30,15 @@ pub struct Request {
     pub paused: bool,
     /// Whether every chunk is checked first, also where the mode would not.
     pub verify: bool,
+    /// Whether the disks of a snapshot are known to be as they were at the snapshot, and not those that its guest went on
+    /// with.
+    pub disks_as_saved: bool,
     /// Arguments for QEMU after the recorded ones.
     pub changes: Vec<String>,
     /// The image's key, if it is encrypted.
     pub key: Option<ImageKey>,
+    /// How RAM is fed that comes while the guest runs.
+    pub feed: lazy::FeedWish,
 }
 
 /// How RAM comes back.
@@ -37,9 +48,15 @@ pub enum Mode {
     /// RAM is mapped privately from the image: at once, whatever its size. Not checked before use; the guest's memory
     /// stays on the image until it ends, and is saved by the stream engine.
     Map,
+    /// The guest runs at once, and RAM comes from the image behind it: what the guest touches first, each chunk checked
+    /// before use. The image is free when all is there, and the next hibernation is direct again. QEMU needs userfaultfd.
+    Lazy,
     /// RAM is filled from the image first, every chunk checked. The image is free afterwards and the next hibernation
     /// is direct again.
     Eager,
+    /// RAM comes through QEMU's own loading of a migration, every chunk checked: for RAM of any kind, wherever the
+    /// command line has it. The image is free afterwards.
+    Stream,
 }
 
 /// What came of it.
@@ -55,4 +72,6 @@ pub struct Report {
     pub timings_ms: Vec<(machine::Phase, f64)>,
     /// From QEMU's start to a guest that runs (or is ready, when it stays paused), in milliseconds.
     pub start_to_running_ms: f64,
+    /// What was done for the guest once it ran.
+    pub follow_up: follow_up::FollowUp,
 }

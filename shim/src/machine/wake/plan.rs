@@ -3,10 +3,10 @@
 use std::path::{Path, PathBuf};
 
 use dormouse_storage::image::manifest::{GuestState as SavedState, Manifest};
-use dormouse_storage::{ByteCount, Image, ImageState, Unmappable};
+use dormouse_storage::{ByteCount, Image, ImageState, Unmappable, feed};
 
 use super::guard::{self, CheckLineError};
-use super::{Mode, Request};
+use super::{Mode, Request, snapshot};
 use crate::error::{Code, Failure};
 use crate::vm::binary::{self, Binary};
 use crate::vm::command_line::{CommandLine, CommandLineError, MemoryBackend, Placement};
@@ -25,7 +25,7 @@ pub struct Plan {
     rom_property: bool,
     /// QEMU's working directory.
     pub directory: PathBuf,
-    /// The blocks that the command line places: name and size.
+    /// The blocks that the command line places, whose pages do not travel in the stream: name and size.
     pub placed: Vec<(String, ByteCount)>,
     /// Whether the guest ran when it was saved.
     pub was_running: bool,
@@ -50,6 +50,9 @@ pub fn check_state(image: &Image) -> Result<(), Failure> {
 /// Decides everything that can be decided without starting the guest's QEMU. `scratch`: a folder for a socket.
 pub async fn plan(image: &Image, request: &Request, scratch: &Path) -> Result<Plan, Failure> {
     let manifest = image.manifest();
+    if !request.disks_as_saved {
+        snapshot::check_disks_apart(manifest)?;
+    }
     disks::check_unchanged(&manifest.disks)?;
     let recorded = manifest.command_line.as_ref().ok_or_else(|| {
         Failure::new(
@@ -74,7 +77,7 @@ pub async fn plan(image: &Image, request: &Request, scratch: &Path) -> Result<Pl
         line.shares_memory(),
         &manifest.qemu.version,
     );
-    let mode = choose_mode(request.mode, against_map)?;
+    let mode = choose_mode(request.mode, against_map, feed::check_possible())?;
     let main_ram = manifest.machine_default_ram_id.clone().unwrap_or_default();
     if main_ram.is_empty() && !line.names_main_memory() {
         return Err(Failure::new(
@@ -82,7 +85,10 @@ pub async fn plan(image: &Image, request: &Request, scratch: &Path) -> Result<Pl
             "the image does not say which RAM block is the machine's main RAM",
         ));
     }
-    let placed = placed_blocks(manifest);
+    let placed = match mode {
+        Mode::Stream => Vec::new(),
+        Mode::Map | Mode::Lazy | Mode::Eager => placed_blocks(manifest),
+    };
     let line = line
         .for_wake(&manifest.machine)
         .with_changes(&request.changes)
@@ -114,8 +120,8 @@ impl Plan {
         file_of: impl Fn(&str) -> PathBuf,
     ) -> Result<CommandLine, Failure> {
         let place = |backend: &MemoryBackend| match (self.mode, image.layout().block(&backend.id)) {
-            (_, None) => Placement::AsGiven,
-            (Mode::Eager, Some(_)) => Placement::SharedFile(file_of(&backend.id)),
+            (_, None) | (Mode::Stream, _) => Placement::AsGiven,
+            (Mode::Eager | Mode::Lazy, Some(_)) => Placement::SharedFile(file_of(&backend.id)),
             (Mode::Map, Some(block)) => Placement::Image {
                 path: image.path().to_owned(),
                 offset: ByteCount(block.offset),
@@ -125,11 +131,6 @@ impl Plan {
         self.line
             .with_memory(&self.main_ram, place)
             .map_err(|error| Failure::new(Code::Refused, format!("the recorded command line: {error}")))
-    }
-
-    /// The names of the placed blocks: their pages do not travel in the stream.
-    pub fn placed_names(&self) -> Vec<&str> {
-        self.placed.iter().map(|(name, _)| name.as_str()).collect()
     }
 
     /// How much RAM the placed blocks are.
@@ -167,16 +168,28 @@ async fn abilities(manifest: &Manifest, program: &str, scratch: &Path) -> Result
     Ok((qemu.memory_backend_offset, qemu.memory_backend_rom))
 }
 
-fn choose_mode(wanted: Option<Mode>, against_map: Option<String>) -> Result<Mode, Failure> {
-    match (wanted, against_map) {
-        (Some(Mode::Map), Some(why)) => Err(Failure::new(
+fn choose_mode(
+    wanted: Option<Mode>,
+    against_map: Option<String>,
+    lazy: Result<(), String>,
+) -> Result<Mode, Failure> {
+    match (wanted, against_map, lazy) {
+        (Some(Mode::Map), Some(why), _) => Err(Failure::new(
             Code::Refused,
-            format!("RAM cannot be mapped from the image: {why}; use --mode eager"),
+            format!("RAM cannot be mapped from the image: {why}; use --mode lazy or --mode eager"),
         )),
-        (Some(mode), _) => Ok(mode),
-        (None, None) => Ok(Mode::Map),
-        (None, Some(why)) => {
-            tracing::info!(why, "RAM is filled, not mapped");
+        (Some(Mode::Lazy), _, Err(why)) => Err(Failure::new(
+            Code::Refused,
+            format!("the guest cannot run before its RAM is there: {why}, or use --mode eager"),
+        )),
+        (Some(mode), ..) => Ok(mode),
+        (None, None, _) => Ok(Mode::Map),
+        (None, Some(why), Ok(())) => {
+            tracing::info!(why, "RAM is fed to the running guest, not mapped");
+            Ok(Mode::Lazy)
+        }
+        (None, Some(against_map), Err(against_lazy)) => {
+            tracing::info!(against_map, against_lazy, "RAM is filled first");
             Ok(Mode::Eager)
         }
     }
@@ -209,23 +222,33 @@ mod tests {
     use super::*;
 
     #[test]
-    fn without_a_wish_the_fastest_mode_that_the_guest_bears_is_taken() {
-        assert_eq!(choose_mode(None, None), Ok(Mode::Map));
-        assert_eq!(choose_mode(None, Some("reason".into())), Ok(Mode::Eager));
-        assert_eq!(choose_mode(Some(Mode::Eager), None), Ok(Mode::Eager));
-        assert_eq!(
-            choose_mode(Some(Mode::Eager), Some("reason".into())),
-            Ok(Mode::Eager)
-        );
+    fn without_a_wish_the_fastest_mode_that_guest_and_host_bear_is_taken() {
+        let no = || Some("reason".to_owned());
+        let cannot = || Err("reason".to_owned());
+        for (wanted, against_map, lazy, mode) in [
+            (None, None, Ok(()), Mode::Map),
+            (None, None, cannot(), Mode::Map),
+            (None, no(), Ok(()), Mode::Lazy),
+            (None, no(), cannot(), Mode::Eager),
+            (Some(Mode::Lazy), None, Ok(()), Mode::Lazy),
+            (Some(Mode::Eager), None, Ok(()), Mode::Eager),
+            (Some(Mode::Eager), no(), cannot(), Mode::Eager),
+        ] {
+            assert_eq!(choose_mode(wanted, against_map, lazy), Ok(mode));
+        }
     }
 
     #[test]
-    fn a_map_that_cannot_be_is_refused_with_the_remedy() {
-        let error = choose_mode(Some(Mode::Map), Some("it rains".into())).unwrap_err();
-        assert!(
-            error.message.contains("it rains") && error.message.contains("--mode eager"),
-            "{error}"
-        );
+    fn a_mode_that_cannot_be_is_refused_with_the_remedy() {
+        let why = || "it rains".to_owned();
+        for (wanted, against_map, lazy) in [(Mode::Map, Some(why()), Ok(())), (Mode::Lazy, None, Err(why()))]
+        {
+            let error = choose_mode(Some(wanted), against_map, lazy).unwrap_err();
+            assert!(
+                error.message.contains("it rains") && error.message.contains("--mode eager"),
+                "{error}"
+            );
+        }
     }
 
     #[test]

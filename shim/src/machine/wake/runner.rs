@@ -3,33 +3,27 @@
 use std::path::Path;
 use std::pin::pin;
 use std::sync::Arc;
-use std::time::Duration;
 
-use dormouse_qmp::command;
 use dormouse_qmp::view::machine::RunState;
-use dormouse_qmp::view::migration::MigrationStatus;
-use dormouse_storage::migration::try_write_precopy;
 use dormouse_storage::{Image, ImageState, MemoryFile, Progress, Run, WORKER_THREADS};
 use tokio::sync::{mpsc, watch};
 use tokio::time::Instant;
 
+use super::feeding::FeedRecord;
+use super::follow_up::{FollowUp, follow_up};
 use super::guard;
+use super::lazy::{self, Feed};
+use super::load::load;
 use super::machine::{Effect, Input, Machine, Phase};
 use super::plan::{Plan, check_state, plan};
-use super::{Mode, Report, Request};
+use super::{Mode, Report, Request, resume};
 use crate::error::{Code, Failure, sentence};
 use crate::machine::effect::{blocking, milliseconds, out_of_order};
 use crate::machine::interrupt::Interrupt;
 use crate::vm::disks;
-use crate::vm::monitor::{self, wait_for_load_end, wait_for_run_state};
+use crate::vm::monitor::{self, wait_for_run_state};
 use crate::vm::process::{QemuProcess, StartingQemu};
 use crate::vm::ram_home::{Pages, RamHome};
-
-/// The name under which QEMU gets its end of the socket for the device state.
-const STREAM_FD: &str = "dormouse-wake-stream";
-
-/// How long QEMU may take to load the device state once it has all of it.
-const LOAD_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Where the guest's QEMU gets its sockets and its RAM.
 pub struct Surroundings<'a> {
@@ -39,6 +33,8 @@ pub struct Surroundings<'a> {
     pub monitor_socket: &'a Path,
     /// A tmpfs for RAM, where the user named one.
     pub ram_directory: Option<&'a Path>,
+    /// Told how much of RAM is where it belongs, while RAM is read from the image.
+    pub progress: Arc<Progress>,
     /// Told of QEMU's process as soon as there is one, and how the guest is started from now on.
     pub started: &'a Started<'a>,
 }
@@ -55,6 +51,8 @@ pub struct Woken {
     pub pages: Option<Pages>,
     /// The image, still locked. A mapped image must not change while the guest lives.
     pub image: Image,
+    /// What brings its RAM while it runs, where it does not have all of it.
+    pub feed: Option<Feed>,
     /// What was done.
     pub report: Report,
     /// The command line as the user gave it first, for the next hibernation.
@@ -99,7 +97,10 @@ pub async fn wake(
     told.send_replace(machine.phase());
     match machine.failure() {
         Some(failure) => Err(failure.clone()),
-        None => work.into_woken(),
+        None => {
+            work.follow_up().await;
+            work.into_woken()
+        }
     }
 }
 
@@ -113,8 +114,10 @@ struct Work<'a> {
     ram: Option<RamHome>,
     pages: Option<Pages>,
     qemu: Option<QemuProcess>,
+    feed: Option<Feed>,
     qemu_started: Option<Instant>,
     start_to_running_ms: f64,
+    follow_up: FollowUp,
     timings_ms: Vec<(Phase, f64)>,
 }
 
@@ -129,22 +132,42 @@ impl<'a> Work<'a> {
             ram: None,
             pages: None,
             qemu: None,
+            feed: None,
             qemu_started: None,
             start_to_running_ms: 0.0,
+            follow_up: FollowUp::default(),
             timings_ms: Vec::new(),
         }
     }
 
     async fn perform(&mut self, effect: Effect) -> Result<(), Failure> {
+        let outcome = self.act(effect).await;
+        // Only as long as its guest has surely not run does the way in which QEMU ended explain everything.
+        let explains = matches!(effect, Effect::Check | Effect::Load | Effect::Mark);
+        match (outcome, &mut self.qemu) {
+            (Err(failure), Some(qemu)) if explains && failure.code == Code::Unreachable => {
+                Err(qemu.why_gone(failure).await)
+            }
+            (outcome, _) => outcome,
+        }
+    }
+
+    async fn act(&mut self, effect: Effect) -> Result<(), Failure> {
         let interrupt = self.interrupt.clone();
         match effect {
             Effect::Open => self.open().await,
             Effect::Prepare => self.prepare().await,
             Effect::Start => interrupt.or(self.start()).await,
             Effect::Check => interrupt.or(self.check()).await,
-            Effect::Load => interrupt.or(self.load()).await,
-            Effect::Mark => self.mark(ImageState::Waking).await,
+            Effect::Load if self.is_lazy() => interrupt.or(self.load_lazily()).await,
+            Effect::Load => self.load().await,
+            Effect::Mark => {
+                self.record_feed()?;
+                self.mark_waking().await
+            }
             Effect::Resume => self.resume().await,
+            // The guest needs it as long as it is fed from it.
+            Effect::Consume if self.is_lazy() => Ok(()),
             Effect::Consume => self.mark(ImageState::Consumed).await,
             Effect::Abandon { unmark } => self.abandon(unmark).await,
             Effect::Interrupt => Ok(()),
@@ -177,23 +200,28 @@ impl<'a> Work<'a> {
         let image = self.image.take().ok_or_else(out_of_order)?;
         let mode = plan.mode;
         let mut files = Vec::new();
-        if mode == Mode::Eager {
+        if mode == Mode::Eager || mode == Mode::Lazy {
             let Surroundings {
                 vm_directory,
                 ram_directory,
                 ..
             } = &self.surroundings;
             let ram = RamHome::prepare(vm_directory, *ram_directory, plan.placed_total())?;
-            files.extend(
-                plan.placed
-                    .iter()
-                    .map(|(name, length)| (name.clone(), ram.file(name), *length)),
-            );
+            if mode == Mode::Eager {
+                files.extend(
+                    plan.placed
+                        .iter()
+                        .map(|(name, length)| (name.clone(), ram.file(name), *length)),
+                );
+            }
             self.ram = Some(ram);
         }
-        let progress = Arc::new(Progress::new(plan.placed_total()));
-        // An eager fill checks every chunk of RAM on its way; the rest is small and checked when it is loaded.
-        let verify = self.request.verify && mode != Mode::Eager;
+        let progress = Arc::clone(&self.surroundings.progress);
+        // Whatever is read on its way to QEMU is checked there.
+        let verify = self.request.verify && mode == Mode::Map;
+        if verify || mode == Mode::Eager {
+            progress.expect(plan.placed_total());
+        }
         let interrupt = self.interrupt.clone();
         let image = blocking(move || {
             let run = Run {
@@ -245,45 +273,54 @@ impl<'a> Work<'a> {
 
     async fn load(&mut self) -> Result<(), Failure> {
         let (plan, image) = self.planned()?;
-        let client = self.qemu()?.client().clone();
-        let bytes = stream_of(image, plan)?;
-        let mut stream = monitor::pass_stream(&client, STREAM_FD).await?;
-        let uri = Some(format!("fd:{STREAM_FD}"));
-        client
-            .execute(&command::migrate_incoming {
-                uri,
-                channels: None,
-                exit_on_error: None,
-            })
-            .await?;
-        let sent = tokio::io::AsyncWriteExt::write_all(&mut stream, &bytes).await;
-        let migration = wait_for_load_end(&client, LOAD_TIMEOUT).await;
-        let migration = match migration {
-            // A QEMU that cannot load says why on its error output and ends.
-            Err(failure) if failure.code == Code::Unreachable => {
-                let words = match &mut self.qemu {
-                    Some(qemu) => qemu.last_words().await,
-                    None => String::new(),
-                };
-                return Err(Failure::new(
-                    Code::Refused,
-                    format!("QEMU did not accept the image's device state and ended: {words}"),
-                ));
+        let except = plan.placed.iter().map(|(name, _)| name.clone()).collect();
+        let progress = match plan.mode {
+            Mode::Stream => {
+                self.surroundings.progress.expect(image.layout().ram());
+                Arc::clone(&self.surroundings.progress)
             }
-            migration => migration?,
+            Mode::Map | Mode::Lazy | Mode::Eager => Arc::default(),
         };
-        if migration.status != Some(MigrationStatus::Completed) {
-            let why = migration
-                .error_desc
-                .or(sent.err().map(|error| error.to_string()))
-                .unwrap_or_default();
-            return Err(Failure::new(
-                Code::Refused,
-                format!("QEMU did not accept the image's device state: {why}"),
-            ));
-        }
-        wait_for_run_state(&client, "paused", |state| *state == RunState::Paused).await?;
+        let client = self.qemu()?.client().clone();
+        let image = self.image.take().ok_or_else(out_of_order)?;
+        let (image, loaded) = load(&client, image, except, progress, &self.interrupt).await?;
+        self.image = Some(image);
+        loaded?;
+        self.interrupt
+            .or(async {
+                wait_for_run_state(&client, "paused", |state| *state == RunState::Paused).await?;
+                Ok(())
+            })
+            .await
+    }
+
+    async fn load_lazily(&mut self) -> Result<(), Failure> {
+        let (plan, image) = self.planned()?;
+        let late: Vec<&str> = plan.placed.iter().map(|(name, _)| name.as_str()).collect();
+        let feeder = lazy::feeder(image, &late, self.request.feed)?;
+        let client = self.qemu()?.client().clone();
+        self.feed = Some(lazy::load(&client, feeder).await?);
         Ok(())
+    }
+
+    /// Before the guest may run there is what a recovery of its feed needs.
+    fn record_feed(&self) -> Result<(), Failure> {
+        if !self.is_lazy() {
+            return Ok(());
+        }
+        let (_, image) = self.planned()?;
+        let pid = self.qemu()?.pid().unwrap_or_default();
+        FeedRecord::of(
+            image,
+            pid,
+            self.surroundings.monitor_socket,
+            self.request.feed.keep_image,
+        )?
+        .write(self.surroundings.vm_directory)
+    }
+
+    fn is_lazy(&self) -> bool {
+        self.plan.as_ref().is_some_and(|plan| plan.mode == Mode::Lazy)
     }
 
     async fn mark(&mut self, state: ImageState) -> Result<(), Failure> {
@@ -297,24 +334,37 @@ impl<'a> Work<'a> {
         Ok(outcome?)
     }
 
+    async fn mark_waking(&mut self) -> Result<(), Failure> {
+        self.mark(ImageState::Waking).await?;
+        // That may have taken long. A QEMU that is gone before it was told to run has surely not run its guest, and the
+        // mark is taken back; once it was told, nobody can say.
+        monitor::run_state(self.qemu()?.client()).await?;
+        Ok(())
+    }
+
     async fn resume(&mut self) -> Result<(), Failure> {
-        let runs = self.plan.as_ref().is_some_and(|plan| plan.was_running) && !self.request.paused;
-        let client = self.qemu()?.client().clone();
-        if runs {
-            client.execute(&command::cont {}).await?;
-            // From here on the guest may have run: whatever goes wrong now must not look like a refusal.
-            wait_for_run_state(&client, "running", |state| *state == RunState::Running)
-                .await
-                .map_err(|failure| Failure {
-                    code: Code::Operator,
-                    ..failure
-                })?;
+        if self.shall_run() {
+            resume::run(self.qemu()?.client()).await?;
+        }
+        if let Some(feed) = &self.feed {
+            feed.told.release();
         }
         self.start_to_running_ms = self
             .qemu_started
             .map(|at| milliseconds(at.elapsed()))
             .unwrap_or_default();
         Ok(())
+    }
+
+    fn shall_run(&self) -> bool {
+        self.plan.as_ref().is_some_and(|plan| plan.was_running) && !self.request.paused
+    }
+
+    async fn follow_up(&mut self) {
+        if let Some(qemu) = &self.qemu {
+            let pid = qemu.pid().unwrap_or_default();
+            self.follow_up = follow_up(qemu.client(), pid, self.shall_run()).await;
+        }
     }
 
     async fn abandon(&mut self, unmark: bool) -> Result<(), Failure> {
@@ -369,20 +419,13 @@ impl<'a> Work<'a> {
                 mode: plan.mode,
                 timings_ms: self.timings_ms,
                 start_to_running_ms: self.start_to_running_ms,
+                follow_up: self.follow_up,
             },
             qemu,
             pages: self.pages,
             image,
+            feed: self.feed,
             command_line,
         })
     }
-}
-
-/// The stream that QEMU loads: the devices, and the pages of the small blocks.
-fn stream_of(image: &Image, plan: &Plan) -> Result<Vec<u8>, Failure> {
-    let devices = image.device_state()?;
-    let mut stream = Vec::new();
-    try_write_precopy(&devices, image.pages(&plan.placed_names())?, &mut stream)
-        .map_err(|error| Failure::new(Code::ImageInvalid, sentence(&error)))?;
-    Ok(stream)
 }

@@ -1,0 +1,227 @@
+//! A guest that runs and is being fed, up to the end of it, and again after its feeder was killed.
+//!
+//! ```text
+//!  feeding ─► complete      the image is `consumed`, and removed unless it is kept
+//!     ├─► damaged           a chunk cannot be had: all else is fed, the guest stands where it needs that one; the image
+//!     │                     stays `waking`, QEMU is left alone
+//!     └─► lost              QEMU ended or let go: what it had of the guest is gone; the image stays `waking`
+//! ```
+//!
+//! `waking` is refused by every wake: the guest has run. The file stays, because in all endings but the first it is the
+//! only whole copy of the guest's memory as it was saved.
+
+use std::fs::{self, File};
+use std::io::Write;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Instant;
+
+use dormouse_storage::feed::{Damage, Fed, FeedError, Told};
+use dormouse_storage::{Image, ImageState};
+use serde::{Deserialize, Serialize};
+use tokio::sync::watch;
+use uuid::Uuid;
+
+use super::lazy::{Feed, failed};
+use crate::error::{Code, Failure};
+use crate::machine::effect::blocking;
+use crate::vm::process_identity::ProcessIdentity;
+
+/// The record of a feed under way, in the VM's folder.
+const RECORD: &str = "feed.json";
+
+/// What a recovery of a feed needs, should its process be killed.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FeedRecord {
+    /// The image.
+    pub image: PathBuf,
+    /// Its id.
+    pub image_id: Uuid,
+    /// QEMU's process.
+    pub qemu: ProcessIdentity,
+    /// The monitor's socket.
+    pub monitor: PathBuf,
+    /// Whether the image is kept at the end.
+    pub keep_image: bool,
+}
+
+impl FeedRecord {
+    /// Of a guest fed from `image` in the QEMU `pid`.
+    pub fn of(image: &Image, pid: u32, monitor: &Path, keep_image: bool) -> Result<Self, Failure> {
+        let gone = || Failure::new(Code::Unreachable, "QEMU has ended");
+        Ok(Self {
+            image: image.path().to_owned(),
+            image_id: image.id(),
+            qemu: ProcessIdentity::of(pid).ok_or_else(gone)?,
+            monitor: monitor.to_owned(),
+            keep_image,
+        })
+    }
+
+    /// Writes it down for good in the VM's folder.
+    pub fn write(&self, vm_directory: &Path) -> Result<(), Failure> {
+        let write = || {
+            let new = vm_directory.join("feed.json.new");
+            let mut file = File::options()
+                .create(true)
+                .truncate(true)
+                .write(true)
+                .mode(0o600)
+                .open(&new)?;
+            file.write_all(&serde_json::to_vec(self)?)?;
+            file.sync_all()?;
+            fs::rename(new, vm_directory.join(RECORD))?;
+            File::open(vm_directory)?.sync_all()
+        };
+        write().map_err(|error| {
+            Failure::new(
+                Code::StorageIo,
+                format!("cannot write down from where the guest is fed: {error}"),
+            )
+        })
+    }
+
+    /// The guest needs no more feeding.
+    pub fn remove(vm_directory: &Path) {
+        // One that stays is seen to be over by its image.
+        let _ = fs::remove_file(vm_directory.join(RECORD));
+    }
+}
+
+/// A guest that is being fed.
+#[derive(Debug)]
+pub struct Feeding {
+    feed: Feed,
+    image: Image,
+    keep_image: bool,
+    state: watch::Sender<State>,
+    began: Instant,
+}
+
+/// How a feed stands.
+#[derive(Debug, Clone, PartialEq)]
+pub enum State {
+    /// It goes on.
+    Feeding,
+    /// The guest has all of its memory.
+    Complete(Fed),
+    /// It will not get all of it.
+    Failed(Failure),
+}
+
+/// What others see of a feed.
+#[derive(Debug, Clone)]
+pub struct View {
+    told: Arc<Told>,
+    state: watch::Receiver<State>,
+    began: Instant,
+}
+
+impl Feeding {
+    /// A feed that was begun.
+    pub fn new(feed: Feed, image: Image, keep_image: bool) -> Self {
+        Self {
+            feed,
+            image,
+            keep_image,
+            state: watch::Sender::new(State::Feeding),
+            began: Instant::now(),
+        }
+    }
+
+    /// What others see of it.
+    pub fn view(&self) -> View {
+        View {
+            told: self.feed.told.clone(),
+            state: self.state.subscribe(),
+            began: self.began,
+        }
+    }
+
+    /// Feeds to the end, and does what is then to be done with the image.
+    pub async fn run(mut self, vm_directory: &Path) -> Result<Fed, Failure> {
+        let outcome = match self.feed.ended().await {
+            Ok(fed) => {
+                tracing::info!(?fed, "the guest has all of its memory");
+                if let Err(failure) = used_up(self.image, self.keep_image).await {
+                    // It stays `waking`, which no wake takes either.
+                    tracing::warn!(%failure, "the guest has all of its memory, but its image could not be put away; remove it");
+                }
+                FeedRecord::remove(vm_directory);
+                Ok(fed)
+            }
+            Err(error) => {
+                let image = self.image.path().display();
+                let more = match &error {
+                    FeedError::Damaged { .. } => "the guest stands where it needs it, all else it has",
+                    _ => "the guest cannot go on without it",
+                };
+                let failure = failed(&error);
+                let failure = Failure {
+                    message: format!(
+                        "{}; {more}. The image {image} is kept, marked as waking: its guest has run",
+                        failure.message
+                    ),
+                    ..failure
+                };
+                tracing::error!(%failure, "not all of the guest's memory got to it");
+                Err(failure)
+            }
+        };
+        self.state.send_replace(match &outcome {
+            Ok(fed) => State::Complete(*fed),
+            Err(failure) => State::Failed(failure.clone()),
+        });
+        outcome
+    }
+}
+
+async fn used_up(mut image: Image, keep: bool) -> Result<(), Failure> {
+    blocking(move || {
+        image.mark(ImageState::Consumed)?;
+        if !keep {
+            image.remove()?;
+        }
+        Ok(())
+    })
+    .await
+}
+
+impl View {
+    /// How it stands, and what is seen of it.
+    pub fn state(&self) -> (State, dormouse_storage::feed::Numbers, Vec<Damage>) {
+        (
+            self.state.borrow().clone(),
+            self.told.numbers(),
+            self.told.damage(),
+        )
+    }
+
+    /// Since when it goes on.
+    pub fn began(&self) -> Instant {
+        self.began
+    }
+
+    /// Why the guest's memory cannot be saved yet, or any more.
+    pub fn in_the_way(&self) -> Option<Failure> {
+        let (state, numbers, _) = self.state();
+        match state {
+            State::Complete(_) => None,
+            State::Feeding => {
+                let share = numbers.fed.0 as f64 / numbers.total.0.max(1) as f64 * 100.0;
+                Some(Failure::new(
+                    Code::Refused,
+                    format!(
+                        "memory is still coming from the image ({share:.0} % of {} done); try again when it is there",
+                        numbers.total
+                    ),
+                ))
+            }
+            State::Failed(failure) => Some(Failure {
+                code: Code::Refused,
+                ..failure.while_doing("not all of the guest's memory is there")
+            }),
+        }
+    }
+}

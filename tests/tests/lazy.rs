@@ -1,0 +1,136 @@
+//! A guest that is woken before its memory is there runs at once, misses nothing, and gets all of it behind its back.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on has failed")]
+
+use std::path::Path;
+
+use dormouse_tests::{BootSectorGuest, Guest, LoopDevice, QemuBuild, Scene, until};
+use serde_json::Value;
+
+/// Tests on each version, so that they run beside each other and a failure names its place.
+macro_rules! on_every_qemu {
+    ($($test:ident: $on_7_2:ident, $on_10_0:ident, $on_11_1:ident;)*) => {
+        $(
+            #[test]
+            fn $on_7_2() {
+                $test(QemuBuild::V7_2);
+            }
+
+            #[test]
+            fn $on_10_0() {
+                $test(QemuBuild::V10_0);
+            }
+
+            #[test]
+            fn $on_11_1() {
+                $test(QemuBuild::V11_1);
+            }
+        )*
+    };
+}
+
+on_every_qemu! {
+    every_byte_comes_from_every_volume_and_form:
+        every_byte_comes_on_qemu_7_2, every_byte_comes_on_qemu_10_0, every_byte_comes_on_qemu_11_1;
+    the_guest_goes_on_and_is_saved_directly_again:
+        it_goes_on_under_qemu_7_2, it_goes_on_under_qemu_10_0, it_goes_on_under_qemu_11_1;
+}
+
+/// The guest is paused before it is saved and stays so until after it is woken, so that its whole memory can be
+/// compared.
+fn every_byte_comes_from_every_volume_and_form(build: QemuBuild) {
+    let scene = Scene::new(build);
+    let Scene { dormouse, guest, lab } = &scene;
+    let key = lab.path("key");
+    std::fs::write(&key, [7; 32]).unwrap();
+    let key = key.to_str().unwrap();
+    let volume = LoopDevice::with_old_data(lab, 160);
+    let mut supervisor = scene.run();
+    let mut saved_before = None;
+    for image in [lab.path("guest.image"), volume.path().to_owned()] {
+        for form in [&[][..], &["--compress", "zstd"], &["--key-file", key]] {
+            let mut monitor = guest.monitor();
+            monitor.stop();
+            let before = monitor.memory(guest.ram_bytes(), &lab.path("memory-before"));
+            drop(monitor);
+            assert!(saved_before.is_none_or(|counter| counter < BootSectorGuest::counter_in(&before)));
+            let mut options = vec!["--replace"];
+            options.extend(form);
+            let hibernating = dormouse.start_hibernating_with("guest", &image, &options);
+            let hibernated = dormouse.finish(hibernating).expect_success().result();
+            assert_eq!(hibernated["engine"], "direct", "{form:?}");
+            supervisor.wait_for_end();
+            lab.wait_for_no_qemu();
+
+            let mut options = vec!["--mode", "lazy", "--paused"];
+            options.extend(
+                form.iter()
+                    .filter(|option| !matches!(**option, "--compress" | "zstd")),
+            );
+            supervisor = dormouse.wake("guest", &image, &options);
+            let mut monitor = guest.monitor();
+            monitor.wait_for_status("paused");
+            // QEMU 11.1 lets nobody look before.
+            expect_all_fed(&scene);
+            let after = monitor.memory(guest.ram_bytes(), &lab.path("memory-after"));
+            let first_difference = before.iter().zip(&after).position(|(a, b)| a != b);
+            assert_eq!(
+                (before.len(), first_difference),
+                (after.len(), None),
+                "sizes and first difference of the memory before and after, {form:?} in {}",
+                image.display()
+            );
+            let ticks = guest.counters().len();
+            monitor.cont();
+            guest.wait_for_ticks(ticks + 5);
+            saved_before = Some(BootSectorGuest::counter_in(&before));
+        }
+    }
+    drop(supervisor);
+}
+
+/// The guest runs right up to the save, and again from the wake.
+fn the_guest_goes_on_and_is_saved_directly_again(build: QemuBuild) {
+    let scene = Scene::new(build);
+    let image = scene.hibernated();
+    let last_printed = scene.guest.last_counter();
+    let mut woken = scene.dormouse.wake("guest", &image, &["--mode", "lazy"]);
+    assert!(scene.guest.wait_for_more_ticks() > last_printed);
+    let feed = expect_all_fed(&scene);
+    assert!(feed["answers"].as_u64().unwrap() > 0, "{feed}");
+    until("the image to go", || (!image.exists()).then_some(()));
+    let hibernated = scene.dormouse.hibernate("guest", &image).expect_success();
+    assert_eq!(hibernated.result()["engine"], "direct");
+    woken.wait_for_end();
+    scene.lab.wait_for_no_qemu();
+    let last_printed = scene.guest.last_counter();
+    let mut again = scene
+        .dormouse
+        .wake("guest", &image, &["--mode", "lazy", "--keep-image"]);
+    assert!(scene.guest.wait_for_more_ticks() > last_printed);
+    expect_all_fed(&scene);
+    until("the image to be used up", || {
+        (state_of(&scene, &image) == "consumed").then_some(())
+    });
+    again.terminate();
+    scene.lab.wait_for_no_qemu();
+    assert!(scene.guest.counter_on_disk() >= scene.guest.last_counter());
+}
+
+fn expect_all_fed(scene: &Scene) -> Value {
+    until("all memory to be fed", || {
+        let status = scene.dormouse.status("guest");
+        // Its supervisor may not be up yet.
+        let feed = (status.exit_code() == Some(0)).then(|| status.result()["feed"].clone())?;
+        assert_ne!(feed["state"], "failed", "{feed}");
+        (feed["state"] == "complete").then(|| {
+            assert_eq!(feed["fed_bytes"], feed["total_bytes"], "{feed}");
+            feed
+        })
+    })
+}
+
+fn state_of(scene: &Scene, image: &Path) -> Value {
+    let inspected = scene.dormouse.image("inspect", image, &["--json"]);
+    inspected.expect_success().result()["state"].clone()
+}

@@ -525,14 +525,27 @@ fn twenty_moves(build: QemuBuild) {
 
 #[test]
 fn a_guest_that_was_moved_is_hibernated_and_wakes_on_its_new_volume() {
-    for build in [QemuBuild::V7_2, QemuBuild::V10_0] {
+    for (build, is_larger) in [
+        (QemuBuild::V7_2, false),
+        (QemuBuild::V10_0, false),
+        (QemuBuild::V11_1, true),
+    ] {
         let lab = Lab::new();
         let dormouse = Dormouse::new(&lab);
         let guest = SectorWriter::new(&lab, build);
         let mut supervisor = dormouse.run("guest", &guest);
         guest.wait_for_sector(200);
         let new = lab.path("new.img");
-        let wish = volume("ide0-hd0", &new, ",create");
+        let options = if is_larger {
+            File::create(&new)
+                .unwrap()
+                .set_len(DISK_BYTES + (1 << 20))
+                .unwrap();
+            ""
+        } else {
+            ",create"
+        };
+        let wish = volume("ide0-hd0", &new, options);
         dormouse
             .execute(&["volume", "move", "guest", "--json", "--volume", &wish])
             .expect_success();

@@ -315,6 +315,11 @@ impl Work {
                 volume.switched = *switched;
             }
         });
+        let all = !switched.contains(&false);
+        if all && self.stops_guest {
+            // Where a job was switched and told an error it stands still yet.
+            go_on(&self.client).await?;
+        }
         Ok(match (switched.contains(&true), switched.contains(&false)) {
             (true, false) => Switched::All,
             (false, _) => Switched::None,

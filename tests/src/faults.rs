@@ -191,6 +191,11 @@ pub fn interrupt(pid: Pid) {
     kill_process(pid, Signal::INT).expect("the process is there");
 }
 
+/// Asks a process to end as a service manager does.
+pub fn end(pid: Pid) {
+    kill_process(pid, Signal::TERM).expect("the process is there");
+}
+
 /// Whether a thread of a process waits for what cannot be interrupted, as a volume that hangs.
 pub fn is_held(pid: Pid) -> bool {
     let threads = fs::read_dir(format!("/proc/{}/task", pid.as_raw_nonzero()));

@@ -1,9 +1,12 @@
 //! A wake compares before it loads anything. What differs is named, no guest runs, and the image wakes once it is put
 //! right.
 
-use std::path::Path;
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on ends there")]
 
-use dormouse_tests::{QemuBuild, Scene, StandIn};
+use std::{ffi::OsString, fs, path::Path};
+
+use dormouse_tests::{Guest, QemuBuild, Scene, StandIn, faults, until};
+use rustix::process::Pid;
 
 const REFUSED: i32 = 3;
 
@@ -208,4 +211,93 @@ fn a_qemu_that_does_not_start_is_quoted() {
     scene.lab.wait_for_no_qemu();
     expect_sealed(&scene, &image);
     expect_to_wake(&scene, &image);
+}
+
+/// Starts the guest cold, with more options, and lets it run until its image is gone and its API there.
+fn start_cold(scene: &Scene, name: &str, options: &[&str]) -> std::process::Child {
+    let mut arguments: Vec<OsString> = ["run", "--name", name].map(OsString::from).to_vec();
+    arguments.extend(options.iter().map(OsString::from));
+    arguments.push("--".into());
+    arguments.extend(scene.guest.command_line());
+    let api = scene.dormouse.state_dir().join(name).join("api.sock");
+    let starting = scene.dormouse.spawn(&arguments);
+    until("the guest to be started cold", || api.exists().then_some(()));
+    starting
+}
+
+fn end(scene: &Scene, mut supervisor: std::process::Child) {
+    faults::end(Pid::from_child(&supervisor));
+    supervisor.wait().expect("our own child can be waited for");
+    scene.lab.wait_for_no_qemu();
+}
+
+#[test]
+fn a_guest_that_is_in_an_image_is_not_started_cold() {
+    let scene = Scene::new(QemuBuild::V10_0);
+    let image = scene.hibernated();
+    let refused = scene.dormouse.try_run("guest", &[], &scene.guest.command_line());
+    let refused = refused.expect_exit(REFUSED);
+    let words = format!("guest was hibernated into {}: wake it", image.display());
+    assert!(refused.stderr.contains(&words), "{}", refused.stderr);
+    assert!(refused.stderr.contains("--discard-image"), "{}", refused.stderr);
+    expect_sealed(&scene, &image);
+
+    // On a volume that is not there it may be still.
+    let (folder, away) = (scene.lab.path("volume"), scene.lab.path("away"));
+    fs::create_dir(&folder).unwrap();
+    let moved = folder.join("guest.image");
+    let woken = scene.dormouse.wake("guest", &image, &["--mode", "eager"]);
+    scene.guest.wait_for_more_ticks();
+    scene.dormouse.hibernate("guest", &moved).expect_success();
+    drop(woken);
+    scene.lab.wait_for_no_qemu();
+    fs::rename(&folder, &away).unwrap();
+    let refused = scene.dormouse.try_run("guest", &[], &scene.guest.command_line());
+    let refused = refused.expect_exit(REFUSED);
+    assert!(
+        refused.stderr.contains("that folder is not there"),
+        "{}",
+        refused.stderr
+    );
+    fs::rename(&away, &folder).unwrap();
+    expect_to_wake(&scene, &moved);
+}
+
+#[test]
+fn a_guest_is_started_cold_when_its_image_is_given_up() {
+    let scene = Scene::new(QemuBuild::V10_0);
+    let image = scene.hibernated();
+    // What cannot be started does not cost the image.
+    let nonsense = ["/nowhere/qemu".into()];
+    let refused = scene.dormouse.try_run("guest", &["--discard-image"], &nonsense);
+    assert_ne!(refused.exit_code(), Some(0));
+    expect_sealed(&scene, &image);
+
+    let supervisor = start_cold(&scene, "guest", &["--discard-image"]);
+    assert!(!image.exists());
+    end(&scene, supervisor);
+    // Nothing stands in the way any more.
+    let supervisor = start_cold(&scene, "guest", &[]);
+    end(&scene, supervisor);
+}
+
+#[test]
+fn the_image_of_a_guest_that_was_booted_cold_does_not_wake() {
+    let scene = Scene::new(QemuBuild::V10_0);
+    let image = scene.hibernated();
+    let written = || fs::metadata(scene.guest.disk()).unwrap().modified().unwrap();
+    let before = written();
+    let supervisor = start_cold(&scene, "elsewhere", &[]);
+    until("the guest to write to its disk", || {
+        (written() > before).then_some(())
+    });
+    end(&scene, supervisor);
+    let outcome = scene.dormouse.try_wake("guest", &image, &[]);
+    let outcome = outcome.expect_exit(REFUSED);
+    assert!(
+        outcome.stderr.contains("was written since the save"),
+        "{}",
+        outcome.stderr
+    );
+    expect_sealed(&scene, &image);
 }

@@ -1,5 +1,6 @@
 //! The command line. One file per verb; this one has the arguments, and turns failures into exit codes.
 
+mod cold_start;
 mod detach;
 mod doctor;
 mod hibernate;
@@ -79,6 +80,9 @@ struct RunArguments {
     /// Name of the VM
     #[arg(long, default_value = "vm")]
     name: String,
+    /// If the VM is hibernated in an image: remove the image, with the guest's memory in it, and start cold
+    #[arg(long)]
+    discard_image: bool,
     #[command(flatten)]
     supervision: Supervision,
     /// The QEMU command line

@@ -4,10 +4,10 @@ use std::env;
 use std::path::Path;
 use std::process::ExitCode;
 
-use dormouse_storage::ByteCount;
+use dormouse_storage::{ByteCount, Image};
 
 use super::report::Report;
-use super::{RunArguments, conclude, detach, recover};
+use super::{RunArguments, cold_start, conclude, detach, recover};
 use crate::api::types::Ram;
 use crate::error::{Code, Failure};
 use crate::signals::Signals;
@@ -31,8 +31,9 @@ pub async fn run(arguments: RunArguments, state: &StateDir, report: &Report) -> 
     let mut signals = Signals::watch()?;
     let directory = state.claim(&name, ram_dir).await?;
     recover::sweep(&name, state).await;
+    let given_up = cold_start::image_to_give_up(&name, state, arguments.discard_image)?;
     let (qemu, ram) = tokio::select! {
-        up = bring_up(&line, &command_line, &directory, ram_dir) => up?,
+        up = bring_up(&line, &command_line, &directory, ram_dir, given_up) => up?,
         // What was started for this goes with it.
         _ = signals.next() => return Err(Failure::new(Code::Cancelled, "ended by a signal before the guest was up")),
     };
@@ -57,6 +58,7 @@ async fn bring_up(
     command_line: &[String],
     directory: &VmDirectory,
     ram_dir: Option<&Path>,
+    given_up: Option<Image>,
 ) -> Result<(QemuProcess, Ram), Failure> {
     let main_ram = if line.names_main_memory() {
         String::new()
@@ -77,6 +79,14 @@ async fn bring_up(
     let line = line.with_memory(&main_ram, place).map_err(usage)?;
     let working_directory = env::current_dir()
         .map_err(|error| Failure::new(Code::Usage, format!("cannot find the working directory: {error}")))?;
+    if let Some(image) = given_up {
+        // Gone for good before the guest runs: the two must never be there at once.
+        image.remove()?;
+        tracing::warn!(
+            image = %image.path().display(),
+            "the image was removed with the guest's memory in it, as asked for"
+        );
+    }
     let starting = StartingQemu::spawn(&line, &working_directory, &directory.path().join("qmp.sock"))?;
     // From its first instant on there is a record of it, or a guard that ends it.
     directory.record(starting.pid().unwrap_or_default(), command_line, None)?;

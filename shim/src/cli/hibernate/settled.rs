@@ -99,6 +99,7 @@ fn in_an_image(
 /// The same of a snapshot, whose guest may have done anything since.
 fn as_snapshot(made: Hibernated) -> Snapshot {
     Snapshot {
+        live: None,
         result: SnapshotTag::Snapshot,
         image: made.image,
         image_id: made.image_id,
@@ -109,7 +110,6 @@ fn as_snapshot(made: Hibernated) -> Snapshot {
         stored_bytes: made.stored_bytes,
         zero_bytes: made.zero_bytes,
         pause_ms: made.pause_ms,
-        live: None,
         sealed_after_ms: made.timings_ms.values().sum(),
         timings_ms: made.timings_ms,
     }

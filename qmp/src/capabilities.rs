@@ -49,7 +49,7 @@ use crate::command;
 use crate::error::CommandError;
 use crate::wire::message::{Greeting, Version};
 
-pub use mirror::{MirrorSafety, mirror_loses_writes};
+pub use mirror::{MirrorSafety, active_mirror_may_abort, mirror_loses_writes};
 
 use schema::{Reported, Schema};
 

@@ -132,6 +132,16 @@ impl Dormouse {
             .collect()
     }
 
+    /// What the records of moves of volumes say.
+    pub fn moves(&self) -> Vec<Value> {
+        let entries = fs::read_dir(self.state_dir.join(".moves"));
+        let paths = entries.into_iter().flatten().flatten().map(|entry| entry.path());
+        let records = paths.filter(|path| path.extension() == Some(OsStr::new("json")));
+        records
+            .filter_map(|path| serde_json::from_slice(&fs::read(path).ok()?).ok())
+            .collect()
+    }
+
     /// Hibernates the QEMU behind the monitor at `socket` to `image`, without a supervisor.
     pub fn hibernate_by_monitor(&self, socket: &Path, image: &Path) -> Outcome {
         self.finish(self.start_hibernating_by_monitor(socket, image, &[]))

@@ -29,6 +29,11 @@ impl QemuBuild {
         existing(laboratory().join(format!("qemu/{self}/qemu-system-x86_64")))
     }
 
+    /// The wrapper that runs this build's `qemu-img`.
+    pub fn image_tool(self) -> PathBuf {
+        existing(laboratory().join(format!("qemu/{self}/qemu-img")))
+    }
+
     /// The folder of this build's modules, which the wrapper tells QEMU of.
     pub(crate) fn modules(self) -> PathBuf {
         laboratory().join(format!("qemu/{self}/root/usr/lib/x86_64-linux-gnu/qemu"))

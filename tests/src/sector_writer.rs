@@ -70,7 +70,13 @@ impl SectorWriter {
     ///
     /// When one is missing, wrong, torn, or where none should be.
     pub fn sectors_on_disk(&self) -> u32 {
-        let disk = File::open(self.disk()).expect("the guest's disk can be read");
+        Self::sectors_on(self.disk())
+    }
+
+    /// The same for another disk that the guest writes to, or has written to.
+    pub fn sectors_on(disk: &Path) -> u32 {
+        let sector_there = |number| sector_in(disk, number);
+        let disk = File::open(disk).expect("the guest's disk can be read");
         let mut disk = std::io::BufReader::with_capacity(1 << 20, disk);
         let mut number = 0;
         let mut found = [0; SECTOR_BYTES as usize];
@@ -90,7 +96,7 @@ impl SectorWriter {
         }
         for behind in number + 1..=number + LOOKED_BEHIND {
             assert!(
-                self.sector(behind) == sector(0),
+                sector_there(behind) == sector(0),
                 "sector {} was not written, but sector {behind}",
                 number + 1
             );
@@ -126,11 +132,27 @@ impl SectorWriter {
     }
 
     fn sector(&self, number: u32) -> [u8; SECTOR_BYTES as usize] {
-        let mut found = [0; SECTOR_BYTES as usize];
-        File::open(self.disk())
-            .and_then(|disk| disk.read_exact_at(&mut found, u64::from(number) * SECTOR_BYTES))
-            .expect("the guest's disk can be read");
-        found
+        sector_in(self.disk(), number)
+    }
+
+    /// Waits until the guest has written `more` sectors to a raw disk after the ones that are on it.
+    pub fn wait_for_more_sectors_on(disk: &Path, more: u32) {
+        let last = || {
+            let (mut low, mut high) = (0_u32, DISK_SECTORS as u32 - 1);
+            while low < high {
+                let middle = low + (high - low).div_ceil(2);
+                if sector_in(disk, middle) == sector(middle) {
+                    low = middle;
+                } else {
+                    high = middle - 1;
+                }
+            }
+            low
+        };
+        let wanted = last() + more;
+        until(&format!("sector {wanted} on {}", disk.display()), || {
+            (sector_in(disk, wanted) == sector(wanted)).then_some(())
+        });
     }
 }
 
@@ -146,6 +168,14 @@ impl Guest for SectorWriter {
     fn ram_bytes(&self) -> u64 {
         self.body.ram_mib << 20
     }
+}
+
+fn sector_in(disk: &Path, number: u32) -> [u8; SECTOR_BYTES as usize] {
+    let mut found = [0; SECTOR_BYTES as usize];
+    File::open(disk)
+        .and_then(|disk| disk.read_exact_at(&mut found, u64::from(number) * SECTOR_BYTES))
+        .expect("the guest's disk can be read");
+    found
 }
 
 /// What a sector of this number holds; none was written where it is that of 0.

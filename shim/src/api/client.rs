@@ -14,7 +14,7 @@ use tokio::net::UnixStream;
 use tokio::time::Instant;
 use uuid::Uuid;
 
-use super::types::{Cancelled, NewOperation, Operation, Problem, Terms, Vm};
+use super::types::{Cancelled, Completed, NewOperation, Operation, Problem, Terms, Vm};
 use crate::error::{Code, Failure, sentence};
 use crate::machine::hibernate::forecast::Forecast;
 use crate::machine::hibernate::machine::CancelAnswer;
@@ -83,6 +83,18 @@ impl Supervisor {
             .call(Method::POST, &format!("/v1/operations/{id}/cancel"), None::<&()>)
             .await?;
         Ok(cancelled.answer)
+    }
+
+    /// Has the volumes of a move switched that waits for this word. Returns whether it was waited for.
+    pub async fn complete(&self, id: Uuid) -> Result<bool, Failure> {
+        let completed: Completed = self
+            .call(
+                Method::POST,
+                &format!("/v1/operations/{id}/complete"),
+                None::<&()>,
+            )
+            .await?;
+        Ok(completed.was_waited_for)
     }
 
     /// Whether the supervisor is there.

@@ -15,7 +15,7 @@ use tokio::net::UnixListener;
 use tokio::sync::{oneshot, watch};
 use uuid::Uuid;
 
-use super::types::{Cancelled, MemoryFeed, NewOperation, Operation, Problem, Terms, Vm};
+use super::types::{Cancelled, Completed, MemoryFeed, NewOperation, Operation, Problem, Terms, Vm};
 use crate::error::{Code, Failure};
 use crate::machine::hibernate::forecast::{Forecast, forecast};
 use crate::supervisor::{Handle, Request, hibernation};
@@ -64,6 +64,7 @@ fn router(handle: Handle) -> Router {
         .route("/v1/operations/dry-run", post(dry_run))
         .route("/v1/operations/{id}", get(watch_operation))
         .route("/v1/operations/{id}/cancel", post(cancel))
+        .route("/v1/operations/{id}/complete", post(complete))
         .fallback(async || Failure::new(Code::Usage, "there is no such route"))
         .with_state(handle)
 }
@@ -84,9 +85,9 @@ async fn vm(State(handle): State<Handle>) -> Result<Json<Vm>, Failure> {
 }
 
 async fn diagnosis(State(handle): State<Handle>) -> Result<Json<Diagnosis>, Failure> {
-    let command_line = Some(handle.command_line.clone());
+    let machine = handle.machine();
     Ok(Json(
-        diagnose(&handle.client, command_line, handle.shape.as_ref()).await?,
+        diagnose(&handle.client, Some(machine.command_line), machine.shape.as_ref()).await?,
     ))
 }
 
@@ -149,6 +150,16 @@ async fn cancel(
     let (answer, answered) = oneshot::channel();
     Ok(Json(Cancelled {
         answer: ask(&handle, Request::Cancel(id, answer), answered).await?,
+    }))
+}
+
+async fn complete(
+    State(handle): State<Handle>,
+    UrlPath(id): UrlPath<Uuid>,
+) -> Result<Json<Completed>, Failure> {
+    let (answer, answered) = oneshot::channel();
+    Ok(Json(Completed {
+        was_waited_for: ask(&handle, Request::Complete(id, answer), answered).await?,
     }))
 }
 

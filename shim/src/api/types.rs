@@ -14,9 +14,10 @@ use super::snapshot::{NewSnapshot, Snapshot};
 use crate::error::{Code, Disposition, Failure, GuestState};
 use crate::machine::effect::milliseconds;
 use crate::machine::hibernate::machine::CancelAnswer;
+use crate::machine::volume::{VolumeProgress, Wish as VolumeWish};
 use crate::machine::wake::feeding::{State, View};
 use crate::machine::wake::follow_up::FollowUp;
-use crate::machine::{hibernate, suspend, wake};
+use crate::machine::{hibernate, suspend, volume, wake};
 use crate::supervisor::request_queue::{Ask, Priority};
 use crate::vm::engine::{Choice, Wish};
 use crate::vm::ram_home::Pages;
@@ -215,6 +216,23 @@ pub enum NewOperation {
         /// How long the guest may take, in milliseconds.
         limit_ms: u64,
     },
+    /// Replace volumes under the running guest by copies of them.
+    MoveVolumes {
+        /// Which disks go where.
+        volumes: Vec<VolumeWish>,
+        /// The most that is copied in a second, in bytes, per disk.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        speed_limit_bytes: Option<u64>,
+        /// Whether the volumes are only switched when that is asked for.
+        #[serde(default)]
+        complete_by_hand: bool,
+        /// How long it may take until the switch, in milliseconds.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        timeout_ms: Option<u64>,
+        /// How long it may go without there being less to copy than ever before, in milliseconds.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        stall_timeout_ms: Option<u64>,
+    },
 }
 
 /// On which terms an operation is asked for. They are no part of what it does.
@@ -249,6 +267,13 @@ impl NewOperation {
             Self::Hibernate { to, .. } => format!("hibernation to {}", to.display()),
             Self::Snapshot(snapshot) => format!("snapshot to {}", snapshot.to.display()),
             Self::SuspendToDisk { .. } => "suspend to disk".to_owned(),
+            Self::MoveVolumes { volumes, .. } => {
+                let to: Vec<String> = volumes
+                    .iter()
+                    .map(|volume| format!("{} to {}", volume.disk, volume.to.display()))
+                    .collect();
+                format!("move of {}", to.join(", "))
+            }
         }
     }
 
@@ -258,6 +283,7 @@ impl NewOperation {
             Self::Hibernate { .. } => OperationKind::Hibernate,
             Self::Snapshot(_) => OperationKind::Snapshot,
             Self::SuspendToDisk { .. } => OperationKind::SuspendToDisk,
+            Self::MoveVolumes { .. } => OperationKind::MoveVolumes,
         }
     }
 }
@@ -325,6 +351,8 @@ pub enum OperationKind {
     Snapshot,
     /// The guest saves itself.
     SuspendToDisk,
+    /// The guest gets other volumes.
+    MoveVolumes,
 }
 
 /// An operation.
@@ -346,6 +374,9 @@ pub struct Operation {
     pub done_bytes: u64,
     /// RAM that is to be dealt with, in bytes.
     pub total_bytes: u64,
+    /// The volumes that are moved: which one counts, and how far each is.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub volumes: Vec<VolumeProgress>,
     /// What came of it, once it ended well.
     pub result: Option<Ending>,
     /// Why it failed, once it did.
@@ -369,12 +400,37 @@ pub enum Ending {
     Snapshot(Box<Snapshot>),
     /// The guest is on its own disk.
     SuspendedToDisk(SuspendedToDisk),
+    /// The guest is on its new volumes.
+    VolumesMoved(VolumesMoved),
+}
+
+/// What came of a move of volumes.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct VolumesMoved {
+    /// `volumes-moved`.
+    pub result: VolumesMovedTag,
+    /// The disks, as they are now.
+    pub volumes: Vec<VolumeProgress>,
+    /// How long the guest's writes waited for the switch at the most, in milliseconds.
+    pub freeze_ms: f64,
+    /// How long each phase took, in milliseconds.
+    pub timings_ms: BTreeMap<String, f64>,
+    /// What could not be cleaned up or seen, and does no harm.
+    pub remarks: Vec<String>,
+}
+
+/// The word that tells results apart in a stream of JSON lines.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum VolumesMovedTag {
+    /// The guest is on its new volumes, and the old ones are let go.
+    VolumesMoved,
 }
 
 impl Ending {
     /// Whether it is the guest's end too.
     pub fn is_of_the_guest(&self) -> bool {
-        !matches!(self, Self::Snapshot(_))
+        !matches!(self, Self::Snapshot(_) | Self::VolumesMoved(_))
     }
 }
 
@@ -439,6 +495,13 @@ pub enum HibernatedTag {
 pub struct Cancelled {
     /// What will come of it.
     pub answer: CancelAnswer,
+}
+
+/// The answer to the word that volumes may be switched now.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Completed {
+    /// Whether that was waited for; else they are switched without it.
+    pub was_waited_for: bool,
 }
 
 /// A failure, as RFC 9457 has it, with what a program needs beside.
@@ -551,6 +614,18 @@ const SPLIT: [(&str, &str); 6] = [
     ("Marking", "mark"),
     ("Resuming", "resume"),
 ];
+
+impl From<volume::Report> for VolumesMoved {
+    fn from(report: volume::Report) -> Self {
+        Self {
+            result: VolumesMovedTag::VolumesMoved,
+            volumes: report.volumes,
+            freeze_ms: report.freeze_ms,
+            timings_ms: by_name(&report.timings_ms),
+            remarks: report.remarks,
+        }
+    }
+}
 
 impl From<wake::Report> for Woken {
     fn from(report: wake::Report) -> Self {

@@ -11,6 +11,7 @@ mod report;
 mod run;
 mod snapshot;
 mod status;
+mod volume;
 mod wake;
 
 use std::io::IsTerminal;
@@ -62,7 +63,11 @@ enum Verb {
     /// Look into images, check, remove, export and import them
     #[command(subcommand)]
     Image(image::ImageVerb),
-    /// End hibernations whose process was killed: the guest is given back, or its image is the guest
+    /// Give a running guest other volumes, with all that is on them
+    #[command(subcommand)]
+    Volume(volume::VolumeVerb),
+    /// End operations whose process was killed: a guest is given back, or its image is the guest; volumes are all
+    /// switched, or none is
     Recover(RecoverArguments),
     /// Show what VMs do
     Status(StatusArguments),
@@ -301,6 +306,7 @@ fn start(cli: Cli, report: &Report) -> Result<ExitCode, Failure> {
             Verb::Snapshot(arguments) => snapshot::snapshot(arguments, &state, report).await,
             Verb::Wake(arguments) => wake::wake(arguments, &state, report).await,
             Verb::Image(verb) => image::image(verb, &state, report).await,
+            Verb::Volume(verb) => volume::volume(verb, &state, report).await,
             Verb::Recover(arguments) => recover::recover(arguments, &state, report).await,
             Verb::Status(arguments) => status::status(arguments, &state, report).await,
             Verb::Doctor(arguments) => doctor::doctor(arguments, &state, report).await,

@@ -1,5 +1,7 @@
 //! `dormouse recover`: ends what was interrupted.
 
+mod volumes;
+
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
@@ -31,7 +33,8 @@ pub async fn recover(
         tokio::time::sleep(SECOND_LOOK).await;
         all = look(state, &wanted)?;
     }
-    if all.is_empty() {
+    let moves = volumes::look(state, &wanted)?;
+    if all.is_empty() && moves.is_empty() {
         report.result(&json!({"operations": 0}), "nothing to recover");
         return Ok(ExitCode::SUCCESS);
     }
@@ -46,11 +49,13 @@ pub async fn recover(
             }
         }
     }
+    worst = worst.max(volumes::recover(moves, &wanted, report).await);
     Ok(worst.map_or(ExitCode::SUCCESS, |code| ExitCode::from(code.exit_code())))
 }
 
 /// Before a VM of this name starts: what a killed supervisor left, and whose QEMU is gone as well, is swept up.
 pub async fn sweep(name: &str, state: &StateDir) {
+    volumes::sweep(name, state).await;
     for found in journal::find(&state.operations()).unwrap_or_default() {
         let Found::Interrupted(journal) = found else {
             continue;
@@ -114,10 +119,14 @@ impl Wanted {
     }
 
     fn takes(&self, record: &Record) -> bool {
+        self.takes_vm(&record.vm_name, &record.monitor)
+    }
+
+    fn takes_vm(&self, vm_name: &str, monitor: &Path) -> bool {
         match self {
             Self::All => true,
-            Self::Vm(name) => record.vm_name == *name,
-            Self::Monitor(socket) => resolved(&record.monitor).is_ok_and(|monitor| monitor == *socket),
+            Self::Vm(name) => vm_name == *name,
+            Self::Monitor(socket) => resolved(monitor).is_ok_and(|monitor| monitor == *socket),
         }
     }
 }

@@ -40,6 +40,7 @@ pub async fn run(arguments: RunArguments, state: &StateDir, report: &Report) -> 
     let supervised = Supervised {
         directory,
         operations: state.operations(),
+        moves: state.moves(),
         qemu,
         ram,
         image: None,

@@ -81,7 +81,9 @@ pub async fn snapshot(
             let terms = terms(&arguments.save, Priority::Normal);
             match by_supervisor(state, name, (wish, terms), signals, report).await? {
                 Ending::Snapshot(snapshot) => *snapshot,
-                Ending::Hibernated(_) | Ending::SuspendedToDisk(_) => return Err(something_else()),
+                Ending::Hibernated(_) | Ending::SuspendedToDisk(_) | Ending::VolumesMoved(_) => {
+                    return Err(something_else());
+                }
             }
         }
         (None, Some(socket)) => {

@@ -176,6 +176,7 @@ pub fn describe(vm: &Vm) -> String {
             OperationKind::Hibernate => "hibernation",
             OperationKind::Snapshot => "snapshot",
             OperationKind::SuspendToDisk => "suspend to disk",
+            OperationKind::MoveVolumes => "move of volumes",
         };
         text.push_str(&format!("\n{kind} {}: {}", operation.id, operation.phase));
         if let Some(choice) = &operation.choice {

@@ -91,6 +91,7 @@ pub async fn wake(arguments: WakeArguments, state: &StateDir, report: &Report) -
     let supervised = Supervised {
         directory,
         operations: state.operations(),
+        moves: state.moves(),
         qemu: woken.qemu,
         ram,
         image,

@@ -1,5 +1,6 @@
-//! The journal: one small file for each hibernation and each snapshot under way, from which it can be ended well when its process is
-//! killed.
+//! The journal: one small file for each operation under way, from which it can be ended well when its process is
+//! killed. This is how it is kept, whatever the operation; what is drawn here is a hibernation's, and each other kind
+//! has a folder and a record of its own.
 //!
 //! ```text
 //! STATE-DIR/.operations/ID.json    the record, locked by who works on the operation
@@ -34,6 +35,8 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
 use uuid::Uuid;
 
 pub use record::{FORM, Point, Record};
@@ -43,22 +46,39 @@ use crate::vm::file_identity::FileIdentity;
 /// The longest record that is read.
 const RECORD_LIMIT: u64 = 1 << 20;
 
+/// A kind of record.
+pub trait Written: Serialize + DeserializeOwned + Clone {
+    /// The form that this version writes, and the newest that it reads.
+    const FORM: u32;
+
+    /// The operation that it is of.
+    fn operation(&self) -> Uuid;
+}
+
+impl Written for Record {
+    const FORM: u32 = FORM;
+
+    fn operation(&self) -> Uuid {
+        self.operation
+    }
+}
+
 /// An operation's record, held. Dropped, it stays: for who comes next.
 #[derive(Debug)]
-pub struct Journal {
+pub struct Journal<R = Record> {
     folder: PathBuf,
-    record: Record,
+    record: R,
     /// The file at the name, open for its lock.
     held: File,
 }
 
 /// What is found under an operation's name.
 #[derive(Debug)]
-pub enum Found {
+pub enum Found<R = Record> {
     /// Its process is gone; nobody else works on it as long as this is held.
-    Interrupted(Box<Journal>),
+    Interrupted(Box<Journal<R>>),
     /// Somebody works on it.
-    UnderWay(Box<Record>),
+    UnderWay(Box<R>),
     /// A record that cannot be read.
     Unreadable {
         /// The record.
@@ -68,10 +88,10 @@ pub enum Found {
     },
 }
 
-impl Journal {
+impl<R: Written> Journal<R> {
     /// Begins the journal of an operation in `folder`. Fails with [`io::ErrorKind::AlreadyExists`] if there is a record of
     /// that id, which belongs to somebody else or waits for its recovery.
-    pub fn begin(folder: &Path, record: Record) -> io::Result<Self> {
+    pub fn begin(folder: &Path, record: R) -> io::Result<Self> {
         let held = loop {
             DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
             match write(folder, &record, Place::First) {
@@ -88,16 +108,12 @@ impl Journal {
     }
 
     /// What is written down.
-    pub fn record(&self) -> &Record {
+    pub fn record(&self) -> &R {
         &self.record
     }
 
-    /// Writes down how far the operation is.
-    pub fn advance(&mut self, point: Point) -> io::Result<()> {
-        let record = Record {
-            point,
-            ..self.record.clone()
-        };
+    /// Puts another record in the place of this one.
+    pub fn rewrite(&mut self, record: R) -> io::Result<()> {
         self.held = write(&self.folder, &record, Place::Next)?;
         self.record = record;
         Ok(())
@@ -105,7 +121,7 @@ impl Journal {
 
     /// The operation is over, and the guest where it belongs.
     pub fn end(self) -> io::Result<()> {
-        fs::remove_file(name_of(&self.folder, self.record.operation))?;
+        fs::remove_file(name_of(&self.folder, self.record.operation()))?;
         let folder = File::open(&self.folder)?;
         folder.sync_all()?;
         // It goes with its last record.
@@ -114,8 +130,23 @@ impl Journal {
     }
 }
 
-/// All operations that there are records of, and sweeps up records that never took their names.
+impl Journal {
+    /// Writes down how far the hibernation is.
+    pub fn advance(&mut self, point: Point) -> io::Result<()> {
+        self.rewrite(Record {
+            point,
+            ..self.record.clone()
+        })
+    }
+}
+
+/// All hibernations that there are records of, and sweeps up records that never took their names.
 pub fn find(folder: &Path) -> io::Result<Vec<Found>> {
+    find_all(folder)
+}
+
+/// The same for any kind of record.
+pub fn find_all<R: Written>(folder: &Path) -> io::Result<Vec<Found<R>>> {
     let entries = match fs::read_dir(folder) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
         entries => entries?,
@@ -139,7 +170,7 @@ pub fn find(folder: &Path) -> io::Result<Vec<Found>> {
 }
 
 /// `None`: it has just ended.
-fn look(folder: &Path, path: &Path) -> io::Result<Option<Found>> {
+fn look<R: Written>(folder: &Path, path: &Path) -> io::Result<Option<Found<R>>> {
     loop {
         let file = match File::open(path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
@@ -173,7 +204,7 @@ fn look(folder: &Path, path: &Path) -> io::Result<Option<Found>> {
     }
 }
 
-fn read(file: &File, path: &Path) -> Result<Record, String> {
+fn read<R: Written>(file: &File, path: &Path) -> Result<R, String> {
     let mut bytes = Vec::new();
     file.take(RECORD_LIMIT)
         .read_to_end(&mut bytes)
@@ -182,17 +213,20 @@ fn read(file: &File, path: &Path) -> Result<Record, String> {
     let value: serde_json::Value =
         serde_json::from_slice(&bytes).map_err(|error| format!("it is torn or damaged: {error}"))?;
     let form = value["form"].as_u64();
-    if !form.is_some_and(|form| (1..=u64::from(FORM)).contains(&form)) {
+    if !form.is_some_and(|form| (1..=u64::from(R::FORM)).contains(&form)) {
         return Err(match form {
-            Some(form) => format!("it has form {form}, and this version of Dormouse reads up to {FORM}"),
+            Some(form) => format!(
+                "it has form {form}, and this version of Dormouse reads up to {}",
+                R::FORM
+            ),
             None => "it is damaged: it tells no form".to_owned(),
         });
     }
-    let record: Record = serde_json::from_value(value).map_err(|error| format!("it is damaged: {error}"))?;
-    if path.file_stem().and_then(|stem| stem.to_str()) == Some(record.operation.to_string().as_str()) {
+    let record: R = serde_json::from_value(value).map_err(|error| format!("it is damaged: {error}"))?;
+    if path.file_stem().and_then(|stem| stem.to_str()) == Some(record.operation().to_string().as_str()) {
         return Ok(record);
     }
-    Err(format!("it is of operation {}", record.operation))
+    Err(format!("it is of operation {}", record.operation()))
 }
 
 fn name_of(folder: &Path, operation: Uuid) -> PathBuf {
@@ -209,8 +243,8 @@ enum Place {
 }
 
 /// Puts a record in its place, locked.
-fn write(folder: &Path, record: &Record, place: Place) -> io::Result<File> {
-    let new = folder.join(format!(".{}.new", record.operation));
+fn write(folder: &Path, record: &impl Written, place: Place) -> io::Result<File> {
+    let new = folder.join(format!(".{}.new", record.operation()));
     let mut file = loop {
         let file = File::options()
             .create(true)
@@ -227,7 +261,7 @@ fn write(folder: &Path, record: &Record, place: Place) -> io::Result<File> {
     };
     file.write_all(&serde_json::to_vec(record)?)?;
     file.sync_all()?;
-    let name = name_of(folder, record.operation);
+    let name = name_of(folder, record.operation());
     match place {
         Place::First => {
             // A link takes no name that is taken, on any file system.

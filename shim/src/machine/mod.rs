@@ -6,4 +6,5 @@ pub mod hibernate;
 pub mod interrupt;
 pub mod recover;
 pub mod suspend;
+pub mod volume;
 pub mod wake;

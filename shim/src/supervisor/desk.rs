@@ -9,12 +9,13 @@ use uuid::Uuid;
 
 use super::operation::Prepared;
 use super::request_queue::{Ask, Decision, Denial, REMEMBERED, RequestQueue};
-use super::{Begun, Documents, Handle, Request, absolute, hibernation, snapshot};
+use super::{Begun, Documents, Handle, Request, absolute, hibernation, snapshot, volume_move};
 use crate::api::types::{NewOperation, Operation, OperationKind};
 use crate::error::{Code, Failure};
 use crate::machine::hibernate::machine::CancelAnswer;
 use crate::machine::hibernate::runner::Cancel;
 use crate::machine::suspend;
+use crate::machine::volume::runner::Word;
 use crate::machine::wake::feeding::View;
 
 /// How long a finished operation's document is kept for a watcher that has not read it, once QEMU is gone.
@@ -42,6 +43,7 @@ struct Running {
     id: Uuid,
     task: tokio::task::JoinHandle<()>,
     cancel: mpsc::Sender<Cancel>,
+    word: mpsc::Sender<Word>,
 }
 
 /// Something that the desk has to act on.
@@ -101,6 +103,7 @@ impl Desk {
                 }
             },
             Request::Cancel(id, answer) => self.cancel(id, answer),
+            Request::Complete(id, answer) => self.complete(id, answer),
         }
     }
 
@@ -213,7 +216,7 @@ impl Desk {
         } = ask;
         let client = handle.client.clone();
         let prepared = Prepared::new(id, wish.kind());
-        let (documents, cancel) = (prepared.watch(), prepared.cancel());
+        let (documents, cancel, word) = (prepared.watch(), prepared.cancel(), prepared.word());
         let task = match wish {
             NewOperation::Hibernate { .. } => {
                 let request = hibernation(wish, patience, handle)?;
@@ -251,8 +254,24 @@ impl Desk {
                     }
                 })
             }
+            NewOperation::MoveVolumes { .. } => {
+                let request = volume_move(wish, handle)?;
+                tokio::spawn(async move {
+                    match prepared.move_volumes(client, request).await {
+                        Ok(report) => tracing::info!(volumes = report.volumes.len(), "volumes moved"),
+                        Err(failure) => {
+                            tracing::warn!(code = ?failure.code, guest = ?failure.guest, %failure, "volumes not moved")
+                        }
+                    }
+                })
+            }
         };
-        self.running = Some(Running { id, task, cancel });
+        self.running = Some(Running {
+            id,
+            task,
+            cancel,
+            word,
+        });
         Ok(documents)
     }
 
@@ -288,6 +307,23 @@ impl Desk {
                 let _ = answer.send(Err(refusal));
             }
         }
+    }
+
+    fn complete(&self, id: Uuid, answer: oneshot::Sender<Result<bool, Failure>>) {
+        let Some(running) = self.running.as_ref().filter(|running| running.id == id) else {
+            let refusal = Failure::new(Code::Refused, format!("no operation {id} is under way"));
+            let _ = answer.send(Err(refusal));
+            return;
+        };
+        let word = running.word.clone();
+        tokio::spawn(async move {
+            let (tell, told) = oneshot::channel();
+            let waited_for = match word.send(tell).await {
+                Ok(()) => told.await.unwrap_or(false),
+                Err(_) => false,
+            };
+            let _ = answer.send(Ok(waited_for));
+        });
     }
 
     /// After QEMU's end: lets the operation come to its own.

@@ -90,8 +90,10 @@ impl LastEnding {
             Some((operation, Ending::SuspendedToDisk(_))) => How::SuspendedToDisk {
                 operation: *operation,
             },
-            Some((_, Ending::Snapshot(_))) | None if status.success() => How::Stopped { reason },
-            Some((_, Ending::Snapshot(_))) | None => How::Crashed {
+            Some((_, Ending::Snapshot(_) | Ending::VolumesMoved(_))) | None if status.success() => {
+                How::Stopped { reason }
+            }
+            Some((_, Ending::Snapshot(_) | Ending::VolumesMoved(_))) | None => How::Crashed {
                 exit_code: status.code(),
                 signal: status.signal(),
             },

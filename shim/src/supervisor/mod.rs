@@ -22,7 +22,7 @@ pub mod operation;
 pub mod request_queue;
 pub mod state_dir;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitStatus;
 use std::time::Duration;
 
@@ -39,14 +39,16 @@ use crate::error::{Code, Failure};
 use crate::machine::hibernate;
 use crate::machine::hibernate::limits::Limits;
 use crate::machine::hibernate::machine::{Aim, CancelAnswer};
+use crate::machine::volume;
 use crate::machine::wake::feeding::{Feeding, View};
 use crate::signals::Signals;
 use crate::vm::process::{QemuProcess, working_directory};
+use crate::vm::process_identity::ProcessIdentity;
 use crate::vm::shape::Shape;
 use desk::Desk;
 use ending::LastEnding;
 use request_queue::Ask;
-use state_dir::VmDirectory;
+use state_dir::{VmDirectory, VmRecord};
 
 /// How long the last words of a QEMU that has ended may be on their way.
 const LAST_WORDS: Duration = Duration::from_secs(1);
@@ -61,6 +63,8 @@ pub struct Supervised {
     pub directory: VmDirectory,
     /// Where operations are written down.
     pub operations: PathBuf,
+    /// Where moves of volumes are written down.
+    pub moves: PathBuf,
     /// Its QEMU.
     pub qemu: QemuProcess,
     /// Where its RAM is, for status.
@@ -84,6 +88,8 @@ pub enum Request {
     Begin(Ask, oneshot::Sender<Result<Begun, Failure>>),
     /// Cancel it.
     Cancel(Uuid, oneshot::Sender<Result<CancelAnswer, Failure>>),
+    /// Let it switch the volumes that wait for this word.
+    Complete(Uuid, oneshot::Sender<Result<bool, Failure>>),
 }
 
 /// All operations that are remembered, the last one last.
@@ -121,6 +127,8 @@ pub struct Handle {
     pub monitor: PathBuf,
     /// Where operations are written down.
     pub operations: PathBuf,
+    /// Where moves of volumes are written down.
+    pub moves: PathBuf,
     /// QEMU's monitor, for questions.
     pub client: Client,
     /// Where its RAM is.
@@ -129,10 +137,8 @@ pub struct Handle {
     pub woken: Option<Woken>,
     /// How its feed stands, if it is or was fed.
     pub feed: Option<View>,
-    /// QEMU's command line as the user gave it.
-    pub command_line: Vec<String>,
-    /// What the machine was made of at the start.
-    pub shape: Option<Shape>,
+    /// The machine as it was started; disks may have moved since.
+    started: VmRecord,
     /// Where requests go.
     pub requests: mpsc::Sender<Request>,
     /// The operations that are remembered; the last one runs or ran last.
@@ -142,6 +148,14 @@ pub struct Handle {
 }
 
 impl Handle {
+    /// What the machine is made of, as recorded: its command line and its shape, with its disks where they are now.
+    pub fn machine(&self) -> VmRecord {
+        let folder = self.monitor.parent();
+        folder
+            .and_then(VmRecord::read)
+            .unwrap_or_else(|| self.started.clone())
+    }
+
     /// The operation of that id, if it is remembered.
     pub fn operation(&self, id: Uuid) -> Option<watch::Receiver<Operation>> {
         desk::find(&self.documents.borrow(), id)
@@ -262,12 +276,16 @@ async fn settle(
         pid,
         monitor: supervised.directory.monitor_socket(),
         operations: supervised.operations.clone(),
+        moves: supervised.moves.clone(),
         client,
         ram: supervised.ram.clone(),
         woken: supervised.woken.clone(),
         feed: supervised.feeding.as_ref().map(Feeding::view),
-        command_line: supervised.command_line.clone(),
-        shape,
+        started: VmRecord {
+            qemu: ProcessIdentity::of(pid),
+            command_line: supervised.command_line.clone(),
+            shape,
+        },
         requests,
         documents,
         read: watch::Sender::new(None),
@@ -360,8 +378,40 @@ pub fn hibernation(
         monitor: handle.monitor.clone(),
         operations: handle.operations.clone(),
         vm_name: handle.name.clone(),
-        command_line: Some(handle.command_line.clone()),
-        shape: handle.shape.clone(),
+        command_line: Some(handle.machine().command_line),
+        shape: handle.machine().shape,
+    })
+}
+
+/// What a wish for a move of volumes asks for.
+fn volume_move(wish: NewOperation, handle: &Handle) -> Result<volume::Request, Failure> {
+    let NewOperation::MoveVolumes {
+        volumes,
+        speed_limit_bytes,
+        complete_by_hand,
+        timeout_ms,
+        stall_timeout_ms,
+    } = wish
+    else {
+        return Err(Failure::new(Code::Usage, "that is no move of volumes"));
+    };
+    for volume in &volumes {
+        absolute(volume.to.clone())?;
+    }
+    let limits = volume::Limits::default();
+    Ok(volume::Request {
+        volumes,
+        speed_limit: speed_limit_bytes.map(ByteCount),
+        by_hand: complete_by_hand,
+        limits: volume::Limits {
+            total: timeout_ms.map(Duration::from_millis),
+            stall: stall_timeout_ms.map_or(limits.stall, Duration::from_millis),
+            ..limits
+        },
+        monitor: handle.monitor.clone(),
+        operations: handle.moves.clone(),
+        machine: handle.monitor.parent().map(Path::to_owned).unwrap_or_default(),
+        vm_name: handle.name.clone(),
     })
 }
 

@@ -12,7 +12,8 @@ use crate::api::types::{Ending, Operation, OperationKind, Problem};
 use crate::error::Failure;
 use crate::machine::hibernate::machine::Aim;
 use crate::machine::hibernate::runner::{Cancel, Told};
-use crate::machine::{hibernate, suspend};
+use crate::machine::volume::runner::{Heard, Word};
+use crate::machine::{hibernate, suspend, volume};
 
 /// How often the byte counts are brought up to date. People look, nobody measures with it.
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);
@@ -26,12 +27,15 @@ pub struct Prepared {
     document: watch::Sender<Operation>,
     cancels: mpsc::Receiver<Cancel>,
     cancel: mpsc::Sender<Cancel>,
+    words: mpsc::Receiver<Word>,
+    word: mpsc::Sender<Word>,
 }
 
 impl Prepared {
     /// A new operation, not begun.
     pub fn new(id: Uuid, kind: OperationKind) -> Self {
         let (cancel, cancels) = mpsc::channel(CANCEL_QUEUE);
+        let (go_on, words) = mpsc::channel(CANCEL_QUEUE);
         let document = watch::Sender::new(Operation {
             id,
             kind,
@@ -41,6 +45,7 @@ impl Prepared {
             storage: None,
             done_bytes: 0,
             total_bytes: 0,
+            volumes: Vec::new(),
             result: None,
             error: None,
         });
@@ -48,6 +53,8 @@ impl Prepared {
             document,
             cancels,
             cancel,
+            words,
+            word: go_on,
         }
     }
 
@@ -61,6 +68,11 @@ impl Prepared {
         self.cancel.clone()
     }
 
+    /// Where words go that what waits for them may go on.
+    pub fn word(&self) -> mpsc::Sender<Word> {
+        self.word.clone()
+    }
+
     /// Hibernates or takes a snapshot, publishing on the way. The document's last version holds the result or the error.
     pub async fn hibernate(
         self,
@@ -71,6 +83,7 @@ impl Prepared {
             document,
             cancels,
             cancel,
+            ..
         } = self;
         let id = document.borrow().id;
         let told = watch::Sender::new(Told {
@@ -117,6 +130,7 @@ impl Prepared {
             document,
             cancels,
             cancel,
+            ..
         } = self;
         let told = watch::Sender::new(suspend::machine::Phase::Preflight);
         let mut news = told.subscribe();
@@ -135,6 +149,51 @@ impl Prepared {
         conclude(&document, phase, outcome.as_ref().map(ending));
         outcome
     }
+
+    /// Moves volumes, in the same way.
+    pub async fn move_volumes(
+        self,
+        client: Client,
+        request: volume::Request,
+    ) -> Result<volume::Report, Failure> {
+        let Self {
+            document,
+            cancels,
+            words,
+            // Held to the end: what nobody can be asked for any more would be waited for in vain.
+            cancel: _cancel,
+            word: _word,
+        } = self;
+        let id = document.borrow().id;
+        let told = watch::Sender::new(volume::runner::Told {
+            phase: volume::machine::Phase::Preflight,
+            volumes: Vec::new(),
+        });
+        let mut news = told.subscribe();
+        let heard = Heard { cancels, words };
+        let mut outcome = std::pin::pin!(volume::runner::move_volumes(id, client, request, told, heard));
+        let outcome = loop {
+            tokio::select! {
+                outcome = &mut outcome => break outcome,
+                Ok(()) = news.changed() => {}
+            }
+            publish_volumes(&document, &news.borrow_and_update());
+        };
+        publish_volumes(&document, &news.borrow());
+        let phase = news.borrow().phase;
+        let ending = |report: &volume::Report| Ending::VolumesMoved(report.clone().into());
+        conclude(&document, phase, outcome.as_ref().map(ending));
+        outcome
+    }
+}
+
+fn publish_volumes(document: &watch::Sender<Operation>, told: &volume::runner::Told) {
+    publish(document, |operation| {
+        operation.phase = word(told.phase);
+        operation.done_bytes = told.volumes.iter().map(|volume| volume.done_bytes).sum();
+        operation.total_bytes = told.volumes.iter().map(|volume| volume.total_bytes).sum();
+        operation.volumes.clone_from(&told.volumes);
+    });
 }
 
 /// A phase as the world reads it.

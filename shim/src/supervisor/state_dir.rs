@@ -8,6 +8,8 @@
 //!                ram/              the guest's RAM, where it has a tmpfs of its own
 //! STATE-DIR/NAME.log               what a supervisor in the background says
 //!           .operations/           the records of hibernations under way, see `journal`
+//!           .moves/                those of moves of volumes
+//!           .machines/             what a QEMU without a supervisor is made of since its disks have moved
 //!           .endings/              how each VM ended last, see `ending`
 //! ```
 
@@ -26,6 +28,7 @@ use tokio::time::Instant;
 
 use crate::error::{Code, Failure, GuestState};
 use crate::journal::{self, Found};
+use crate::machine::volume;
 use crate::vm::file_identity::FileIdentity;
 use crate::vm::process_identity::ProcessIdentity;
 use crate::vm::ram_home::RamHome;
@@ -95,12 +98,39 @@ impl StateDir {
         self.0.join(".operations")
     }
 
-    /// Whether a hibernation of this QEMU was interrupted.
+    /// Where moves of volumes are written down.
+    pub fn moves(&self) -> PathBuf {
+        self.0.join(".moves")
+    }
+
+    /// Where it is kept what a QEMU that nobody supervises is made of, once its disks have moved.
+    pub fn machine(&self, qemu: ProcessIdentity) -> PathBuf {
+        self.0
+            .join(".machines")
+            .join(format!("{}-{}", qemu.pid, qemu.start_ticks))
+    }
+
+    /// Forgets the machines of QEMUs that are gone.
+    pub fn sweep_machines(&self) {
+        let entries = fs::read_dir(self.0.join(".machines"));
+        for entry in entries.into_iter().flatten().flatten() {
+            if VmRecord::read(&entry.path()).is_some_and(|record| record.living().is_none()) {
+                // The next look finds it again.
+                let _ = fs::remove_dir_all(entry.path());
+            }
+        }
+    }
+
+    /// Whether an operation on this QEMU was interrupted.
     pub fn is_interrupted(&self, pid: u32) -> bool {
         let found = journal::find(&self.operations()).unwrap_or_default();
+        let moves = journal::find_all::<volume::record::Record>(&self.moves()).unwrap_or_default();
         found
             .iter()
             .any(|found| matches!(found, Found::Interrupted(journal) if journal.record().qemu.pid == pid))
+            || moves
+                .iter()
+                .any(|found| matches!(found, Found::Interrupted(journal) if journal.record().qemu.pid == pid))
     }
 
     /// What a supervisor of `name` in the background writes to.
@@ -178,7 +208,7 @@ impl StateDir {
         };
         if let Some(pid) = VmRecord::read(&path).and_then(|record| record.living()) {
             let hint = if self.is_interrupted(pid) {
-                format!("; a hibernation of it was interrupted: `dormouse recover {name}` ends that first")
+                format!("; an operation on it was interrupted: `dormouse recover {name}` ends that first")
             } else {
                 String::new()
             };
@@ -251,18 +281,8 @@ impl VmDirectory {
             command_line: command_line.to_vec(),
             shape: shape.cloned(),
         };
-        let write = || {
-            let new = self.path.join("vm.json.new");
-            let mut file = File::options()
-                .create(true)
-                .truncate(true)
-                .write(true)
-                .mode(0o600)
-                .open(&new)?;
-            file.write_all(&serde_json::to_vec(&record)?)?;
-            fs::rename(new, self.path.join("vm.json"))
-        };
-        write()
+        record
+            .write(&self.path)
             .map_err(|error| Failure::new(Code::StorageIo, format!("cannot write the VM's record: {error}")))
     }
 
@@ -293,6 +313,25 @@ impl VmRecord {
     /// The record in a VM's folder, if there is one.
     pub fn read(directory: &Path) -> Option<Self> {
         serde_json::from_slice(&fs::read(directory.join("vm.json")).ok()?).ok()
+    }
+
+    /// Puts the record into a folder, which is made if there is none, durably: what a guest wakes from is made of it.
+    pub fn write(&self, directory: &Path) -> io::Result<()> {
+        fs::DirBuilder::new()
+            .recursive(true)
+            .mode(0o700)
+            .create(directory)?;
+        let new = directory.join("vm.json.new");
+        let mut file = File::options()
+            .create(true)
+            .truncate(true)
+            .write(true)
+            .mode(0o600)
+            .open(&new)?;
+        file.write_all(&serde_json::to_vec(self)?)?;
+        file.sync_all()?;
+        fs::rename(new, directory.join("vm.json"))?;
+        File::open(directory)?.sync_all()
     }
 
     /// Its QEMU, if that is there still.

@@ -213,9 +213,24 @@ fn record(block: BlockInfo, directory: &Path) -> Option<Disk> {
     })
 }
 
+/// The file of a raw disk that is smaller than it, as one that moved to a larger volume is. QEMU describes such a disk
+/// instead of naming its file, and in other words after the next start.
+fn described_file(named: &str) -> Option<String> {
+    let disk: serde_json::Value = serde_json::from_str(named.strip_prefix("json:")?).ok()?;
+    let is_plain = disk["driver"] == "raw"
+        && disk
+            .get("offset")
+            .is_none_or(|offset| offset == 0 || offset == "0");
+    let file = &disk["file"];
+    let is_file = file["driver"] == "file" || file["driver"] == "host_device";
+    (is_plain && is_file).then(|| file["filename"].as_str().map(str::to_owned))?
+}
+
 /// The file that QEMU names, and what it looks like. A name such as nbd://host/disk or json:{…} is no path; it is kept
 /// for the comparison of names.
 fn seen(named: &str, directory: &Path) -> (String, Option<DiskWitness>) {
+    let described = described_file(named);
+    let named = described.as_deref().unwrap_or(named);
     let is_path = !named.is_empty() && !named.split('/').next().unwrap_or_default().contains(':');
     if !is_path {
         return (named.to_owned(), None);
@@ -394,6 +409,18 @@ mod tests {
     #[test]
     fn a_character_device_is_no_witness() {
         assert_eq!(witness(Path::new("/dev/null")), None);
+    }
+
+    #[test]
+    fn a_disk_that_is_smaller_than_its_file_is_known_by_the_file() {
+        for size in ["512", "\"512\""] {
+            let named = format!(
+                r#"json:{{"driver":"raw","size":{size},"file":{{"driver":"file","filename":"/a"}}}}"#
+            );
+            assert_eq!(seen(&named, Path::new("/")).0, "/a");
+        }
+        let inside = r#"json:{"driver":"raw","offset":512,"file":{"driver":"file","filename":"/a"}}"#;
+        assert_eq!(seen(inside, Path::new("/")).0, inside);
     }
 
     #[test]

@@ -4,9 +4,11 @@ use std::fs::{self, File, Metadata};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::Path;
 
+use serde::{Deserialize, Serialize};
+
 /// A file, whatever its names: the device that it is on, and its inode there. Of a block device, whose nodes can be many:
 /// its own number, and no inode.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct FileIdentity {
     /// Major number of the device.
     pub major: u32,

@@ -42,6 +42,11 @@ impl Shape {
         Ok(Self { devices, disks })
     }
 
+    /// The same machine with another file in one of its drives.
+    pub fn set_disk(&mut self, label: String, file: String) {
+        self.disks.insert(label, file);
+    }
+
     /// How the shape `now` differs, in words that name what to undo.
     pub fn changes(&self, now: &Self) -> Vec<String> {
         let gone = missing(&self.devices, &now.devices)

@@ -29,6 +29,7 @@ use crate::supervisor::ending::{How, LastEnding};
 use crate::supervisor::operation::Prepared;
 use crate::supervisor::request_queue::Priority;
 use crate::supervisor::state_dir::{StateDir, VmRecord};
+use crate::vm::process_identity::ProcessIdentity;
 
 pub async fn hibernate(
     arguments: HibernateArguments,
@@ -89,7 +90,7 @@ pub async fn hibernate(
 fn hibernated(ending: Ending) -> Result<Hibernated, Failure> {
     match ending {
         Ending::Hibernated(hibernated) => Ok(*hibernated),
-        Ending::Snapshot(_) | Ending::SuspendedToDisk(_) => Err(something_else()),
+        Ending::Snapshot(_) | Ending::SuspendedToDisk(_) | Ending::VolumesMoved(_) => Err(something_else()),
     }
 }
 
@@ -192,7 +193,7 @@ async fn follow(
         match (&operation.result, &operation.error) {
             (Some(ending), _) => {
                 // The VM's name is free when this returns: whoever starts it next need not wait.
-                if operation.kind != OperationKind::Snapshot {
+                if ending.is_of_the_guest() {
                     supervisor.wait_for_end().await;
                 }
                 return Ok(ending.clone());
@@ -203,7 +204,10 @@ async fn follow(
         progress.tell(&operation);
         operation = tokio::select! {
             news = supervisor.news(id, operation.version) => news.map_err(|failure| {
-                failure.while_doing("it may have ended well, look at the image or the guest's disk")
+                failure.while_doing(match operation.kind {
+                    OperationKind::MoveVolumes => "the volumes may have been switched, `dormouse recover` finds out",
+                    _ => "it may have ended well, look at the image or the guest's disk",
+                })
             })?,
             Ok(()) = signals.changed() => {
                 // An operation that has just ended takes no cancel, and its document tells how it ended.
@@ -213,6 +217,7 @@ async fn follow(
                         OperationKind::SuspendToDisk => {
                             "too late to cancel: the guest was told to suspend itself to its disk"
                         }
+                        OperationKind::MoveVolumes => "too late to cancel: the volumes are being switched",
                     });
                 }
                 continue;
@@ -326,6 +331,12 @@ pub(super) async fn attach(
     state.make()?;
     let client = connect_in_time(socket, arguments.terms.lock_timeout.unwrap_or_default()).await?;
     let (vm_name, record) = known_of(socket, client.peer_pid());
+    // The command line that its process shows names the disks that it was started with.
+    let foreign = || {
+        let qemu = client.peer_pid().and_then(ProcessIdentity::of)?;
+        VmRecord::read(&state.machine(qemu))
+    };
+    let record = record.or_else(foreign);
     let (command_line, shape) = record.map(|record| (record.command_line, record.shape)).unzip();
     let request = Request {
         aim: Aim::Hibernate,

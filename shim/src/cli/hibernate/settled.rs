@@ -56,7 +56,7 @@ pub fn settled(
         NewOperation::Snapshot(snapshot) => in_an_image(&snapshot.to, id, |made| {
             Ending::Snapshot(Box::new(as_snapshot(made)))
         }),
-        NewOperation::SuspendToDisk { .. } => None,
+        NewOperation::SuspendToDisk { .. } | NewOperation::MoveVolumes { .. } => None,
     }
 }
 
@@ -99,6 +99,7 @@ fn in_an_image(
 /// The same of a snapshot, whose guest may have done anything since.
 fn as_snapshot(made: Hibernated) -> Snapshot {
     Snapshot {
+        live: None,
         result: SnapshotTag::Snapshot,
         image: made.image,
         image_id: made.image_id,

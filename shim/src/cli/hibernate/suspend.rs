@@ -56,7 +56,9 @@ pub async fn suspend_to_disk(
             .await?
             {
                 Ending::SuspendedToDisk(suspended) => suspended,
-                Ending::Hibernated(_) | Ending::Snapshot(_) => return Err(something_else()),
+                Ending::Hibernated(_) | Ending::Snapshot(_) | Ending::VolumesMoved(_) => {
+                    return Err(something_else());
+                }
             }
         }
         (None, Some(socket)) => by_ourselves(socket, arguments, request, report).await?,

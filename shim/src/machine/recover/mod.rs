@@ -12,6 +12,7 @@
 pub mod earlier;
 pub mod runner;
 pub mod verdict;
+pub mod volumes;
 
 use std::path::PathBuf;
 

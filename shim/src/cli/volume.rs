@@ -1,0 +1,288 @@
+//! `dormouse volume`: other volumes for a running guest. The VM's supervisor does it, or we over a monitor of our own.
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::Duration;
+
+use clap::{Args, Subcommand, ValueEnum};
+use dormouse_qmp::{Client, ConnectOptions};
+use dormouse_storage::ByteCount;
+use serde_json::json;
+use uuid::Uuid;
+
+use super::byte_count;
+use super::hibernate::{absolute, as_ms, attend, by_supervisor, known_of, something_else};
+use super::report::Report;
+use crate::api::client::Supervisor;
+use crate::api::types::{Ending, NewOperation, OperationKind, Terms, VolumesMoved};
+use crate::error::{Code, Failure};
+use crate::machine::volume::{Format, Limits, Request, Wish};
+use crate::signals::Signals;
+use crate::supervisor::operation::Prepared;
+use crate::supervisor::state_dir::StateDir;
+use crate::vm::process_identity::ProcessIdentity;
+
+#[derive(Debug, Subcommand)]
+pub enum VolumeVerb {
+    /// Copy volumes while the guest runs, and switch it to the copies: all of them, or none
+    Move(MoveArguments),
+    /// Switch the volumes of a move that waits for this (`move --complete manual`)
+    Complete(CompleteArguments),
+}
+
+#[derive(Debug, Args)]
+pub struct MoveArguments {
+    /// Name of a supervised VM
+    #[arg(required_unless_present = "qmp", conflicts_with = "qmp")]
+    name: Option<String>,
+    /// QMP socket of a QEMU without a supervisor; its monitor must be free
+    #[arg(long, value_name = "SOCKET")]
+    qmp: Option<PathBuf>,
+    /// A disk (the id of its device, of its node or drive, or the file that it has) and where it goes. The new volume has
+    /// to be there, or is made with `create`. May be given for several disks
+    #[arg(
+        long = "volume",
+        required = true,
+        value_name = "DISK=PATH[,format=raw|qcow2][,create]",
+        value_parser = wish
+    )]
+    volumes: Vec<Wish>,
+    /// Copy at most so much in a second, per disk (bytes, or with a suffix: 200M, 1.5G)
+    #[arg(long, value_name = "BYTES", value_parser = byte_count)]
+    speed: Option<ByteCount>,
+    /// When the volumes are switched: once all are in step, or when `dormouse volume complete` says so
+    #[arg(long, value_enum, default_value_t)]
+    complete: Complete,
+    /// Leave the guest on its old volumes if the new ones are not in place after this time (30s, 5m) [default: no limit]
+    #[arg(long, value_name = "TIME", value_parser = humantime::parse_duration)]
+    timeout: Option<Duration>,
+    /// Leave the guest on its old volumes if there is no less to copy for this time [default: 2m]
+    #[arg(long, value_name = "TIME", value_parser = humantime::parse_duration)]
+    stall_timeout: Option<Duration>,
+}
+
+#[derive(Debug, Args)]
+pub struct CompleteArguments {
+    /// Name of a supervised VM
+    name: String,
+}
+
+/// When volumes are switched.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
+enum Complete {
+    /// Once all are in step
+    #[default]
+    Auto,
+    /// When somebody says so
+    Manual,
+}
+
+/// Runs one of the verbs.
+pub async fn volume(verb: VolumeVerb, state: &StateDir, report: &Report) -> Result<ExitCode, Failure> {
+    match verb {
+        VolumeVerb::Move(arguments) => move_volumes(arguments, state, report).await,
+        VolumeVerb::Complete(arguments) => complete(&arguments.name, state, report).await,
+    }
+}
+
+async fn move_volumes(
+    mut arguments: MoveArguments,
+    state: &StateDir,
+    report: &Report,
+) -> Result<ExitCode, Failure> {
+    for volume in &mut arguments.volumes {
+        volume.to = absolute(&volume.to)?;
+        // A file that the disk has now is named from where we are, not from where QEMU is.
+        if volume.disk.contains('/') && Path::new(&volume.disk).exists() {
+            volume.disk = absolute(Path::new(&volume.disk))?.to_string_lossy().into_owned();
+        }
+    }
+    let limits = Limits::default();
+    let limits = Limits {
+        total: arguments.timeout,
+        stall: arguments.stall_timeout.unwrap_or(limits.stall),
+        ..limits
+    };
+    let by_hand = arguments.complete == Complete::Manual;
+    let moved = match (&arguments.name, &arguments.qmp) {
+        (Some(name), _) => {
+            let wish = NewOperation::MoveVolumes {
+                volumes: arguments.volumes,
+                speed_limit_bytes: arguments.speed.map(|speed| speed.0),
+                complete_by_hand: by_hand,
+                timeout_ms: limits.total.map(as_ms),
+                stall_timeout_ms: Some(as_ms(limits.stall)),
+            };
+            let signals = Signals::watch()?.for_several();
+            let terms = Terms {
+                id: Some(Uuid::new_v4()),
+                ..Terms::default()
+            };
+            match by_supervisor(state, name, (wish, terms), signals, report).await? {
+                Ending::VolumesMoved(moved) => moved,
+                Ending::Hibernated(_) | Ending::Snapshot(_) | Ending::SuspendedToDisk(_) => {
+                    return Err(something_else());
+                }
+            }
+        }
+        (None, Some(_)) if by_hand => {
+            let why = "--complete manual needs a supervisor that can be told to go on: name a VM";
+            return Err(Failure::new(Code::Usage, why));
+        }
+        (None, Some(socket)) => {
+            let request = Request {
+                volumes: arguments.volumes,
+                speed_limit: arguments.speed,
+                by_hand,
+                limits,
+                monitor: absolute(socket)?,
+                operations: state.moves(),
+                machine: PathBuf::new(),
+                vm_name: String::new(),
+            };
+            by_ourselves(socket, request, state, report).await?
+        }
+        (None, None) => return Err(Failure::new(Code::Usage, "name a VM, or a monitor with --qmp")),
+    };
+    report.result(&moved, &describe(&moved));
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Takes the monitor for one operation.
+async fn by_ourselves(
+    socket: &Path,
+    request: Request,
+    state: &StateDir,
+    report: &Report,
+) -> Result<VolumesMoved, Failure> {
+    let signals = Signals::watch()?;
+    state.make()?;
+    let client = Client::connect(socket, ConnectOptions::default()).await?;
+    state.sweep_machines();
+    let (vm_name, record) = known_of(socket, client.peer_pid());
+    let machine = match (record, client.peer_pid().and_then(ProcessIdentity::of)) {
+        // The folder of a supervisor that was killed.
+        (Some(_), _) => request.monitor.parent().map(Path::to_owned).unwrap_or_default(),
+        (None, Some(qemu)) => state.machine(qemu),
+        // Such a QEMU is refused.
+        (None, None) => PathBuf::new(),
+    };
+    if let Some(pid) = client.peer_pid().filter(|pid| state.is_interrupted(*pid)) {
+        return Err(Failure::new(
+            Code::Refused,
+            format!(
+                "an operation on the guest in process {pid} was interrupted: `dormouse recover` ends that first"
+            ),
+        ));
+    }
+    let request = Request {
+        vm_name,
+        machine,
+        ..request
+    };
+    let prepared = Prepared::new(Uuid::new_v4(), OperationKind::MoveVolumes);
+    let (documents, cancel, progress) = (prepared.watch(), prepared.cancel(), report.progress());
+    let work = prepared.move_volumes(client, request);
+    let outcome = attend(work, documents, &cancel, signals, &progress).await;
+    progress.finish();
+    outcome.map(VolumesMoved::from)
+}
+
+async fn complete(name: &str, state: &StateDir, report: &Report) -> Result<ExitCode, Failure> {
+    let supervisor = Supervisor::of(state, name);
+    let operation = supervisor.vm().await?.operation;
+    let moving = operation.filter(|operation| {
+        operation.kind == OperationKind::MoveVolumes
+            && operation.result.is_none()
+            && operation.error.is_none()
+    });
+    let Some(moving) = moving else {
+        return Err(Failure::new(
+            Code::Refused,
+            format!("no volumes of VM {name} are being moved"),
+        ));
+    };
+    let waited_for = supervisor.complete(moving.id).await?;
+    let text = match waited_for {
+        true => "the volumes are switched once they are in step",
+        false => "that was not waited for: the volumes are switched without it",
+    };
+    report.result(
+        &json!({"operation": moving.id, "was-waited-for": waited_for}),
+        text,
+    );
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Reads `DISK=PATH[,format=F][,create]`. A path may have commas, as long as what follows one is no option.
+fn wish(text: &str) -> Result<Wish, String> {
+    let (disk, mut rest) = text
+        .split_once('=')
+        .filter(|(disk, rest)| !disk.is_empty() && !rest.is_empty())
+        .ok_or_else(|| format!("{text:?} is not DISK=PATH"))?;
+    let (mut format, mut create) = (None, false);
+    while let Some((before, option)) = rest.rsplit_once(',') {
+        match option {
+            "create" => create = true,
+            "format=raw" => format = Some(Format::Raw),
+            "format=qcow2" => format = Some(Format::Qcow2),
+            option if option.starts_with("format=") => {
+                return Err(format!("there is no {option:?}; volumes are raw or qcow2"));
+            }
+            _ => break,
+        }
+        rest = before;
+    }
+    Ok(Wish {
+        disk: disk.to_owned(),
+        to: PathBuf::from(rest),
+        format,
+        create,
+    })
+}
+
+fn describe(moved: &VolumesMoved) -> String {
+    let volumes: Vec<String> = moved
+        .volumes
+        .iter()
+        .map(|volume| {
+            format!(
+                "{}: moved from {} to {} ({} copied)",
+                volume.disk,
+                volume.from,
+                volume.to.display(),
+                ByteCount(volume.done_bytes)
+            )
+        })
+        .collect();
+    let remarks: String = moved.remarks.iter().map(|remark| format!("\n{remark}")).collect();
+    format!(
+        "{}\nwrites waited {:.1} ms for the switch{remarks}",
+        volumes.join("\n"),
+        moved.freeze_ms
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_volume_is_a_disk_and_where_it_goes() {
+        let plain = wish("vda=/mnt/a,b.img").unwrap();
+        assert_eq!(
+            (plain.disk.as_str(), plain.to.to_str()),
+            ("vda", Some("/mnt/a,b.img"))
+        );
+        assert_eq!((plain.format, plain.create), (None, false));
+        let made = wish("/old/disk=/new,create,format=qcow2").unwrap();
+        assert_eq!(
+            (made.disk.as_str(), made.to.to_str()),
+            ("/old/disk", Some("/new"))
+        );
+        assert_eq!((made.format, made.create), (Some(Format::Qcow2), true));
+        for bad in ["vda", "=a", "vda=", "vda=/a,format=vmdk"] {
+            assert!(wish(bad).is_err(), "{bad}");
+        }
+    }
+}

@@ -1,0 +1,409 @@
+//! What a move would do, found out before anything is touched: which disks are meant, whether each can be moved, and
+//! whether its target will do. All that stands in the way is told at once.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use dormouse_qmp::view::block::{BlockInfo, BlockNode};
+use dormouse_qmp::view::job::JobInfo;
+use dormouse_qmp::view::machine::RunState;
+use dormouse_qmp::view::migration::MigrationInfo;
+use dormouse_qmp::{Client, command};
+use serde::{Deserialize, Serialize};
+use uuid::Uuid;
+
+use super::nodes::Names;
+use super::target::{Need, Target};
+use super::{Format, Request, Wish};
+use crate::error::{Code, Failure};
+use crate::vm::file_identity::FileIdentity;
+use crate::vm::graph::{Graph, is_filter};
+use crate::vm::monitor;
+use crate::vm::process::working_directory;
+
+/// One disk of a move, with all that is needed to do it, and to undo it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Volume {
+    /// How the disk is called to a person.
+    pub label: String,
+    /// Its drive, where it has a name.
+    pub device: String,
+    /// Its device.
+    pub qdev: Option<String>,
+    /// The names of what is made for it.
+    pub names: Names,
+    /// The node that the guest is on before.
+    pub old_root: String,
+    /// That node and all under it, top to bottom.
+    pub old_chain: Vec<String>,
+    /// The file that the guest is on before.
+    pub old_file: PathBuf,
+    /// What is in `old_file`.
+    pub old_format: String,
+    /// The size that the guest sees, in bytes.
+    pub size_bytes: u64,
+    /// What is allocated of it, in bytes.
+    pub allocated_bytes: Option<u64>,
+    /// Whether the host's page cache is passed by.
+    pub direct: bool,
+    /// How writes of zeros are treated before, in QEMU's words.
+    pub detect_zeroes: String,
+    /// Where it goes.
+    pub target: Target,
+    /// The file that was made for it, once it is.
+    #[serde(default)]
+    pub made: Option<FileIdentity>,
+}
+
+impl Volume {
+    /// What its target has to fulfil.
+    pub fn need(&self) -> Need<'_> {
+        Need {
+            size_bytes: self.size_bytes,
+            allocated_bytes: self.allocated_bytes,
+            direct: self.direct,
+            like: Some(&self.old_file),
+        }
+    }
+}
+
+/// Looks at everything. `pid`: QEMU's process, where it can be seen.
+pub async fn make(
+    client: &Client,
+    operation: Uuid,
+    request: &Request,
+    pid: Option<u32>,
+) -> Result<Vec<Volume>, Failure> {
+    if request.volumes.is_empty() {
+        return Err(Failure::new(Code::Usage, "say which volumes go where"));
+    }
+    check_idle(client).await?;
+    let graph = Graph::of(client).await?;
+    let directory = pid
+        .and_then(working_directory)
+        .unwrap_or_else(|| PathBuf::from("/"));
+    let in_use = InUse::of(&graph, &directory, pid);
+    let (mut volumes, mut refusals) = (Vec::new(), Vec::new());
+    for (index, wish) in request.volumes.iter().enumerate() {
+        match examine(
+            client,
+            &graph,
+            wish,
+            Names::of(operation, index),
+            &directory,
+            &in_use,
+        )
+        .await
+        {
+            Ok(volume) => volumes.push(volume),
+            Err(refusal) => refusals.push(refusal),
+        }
+    }
+    let (mut disks, mut targets) = (BTreeSet::new(), Vec::new());
+    for volume in &volumes {
+        if !disks.insert(volume.old_root.clone()) {
+            refusals.push(Failure::new(
+                Code::Usage,
+                format!("{} is named twice", volume.label),
+            ));
+        }
+        let target = (volume.target.path.clone(), FileIdentity::at(&volume.target.path));
+        let is_there = targets
+            .iter()
+            .any(|(path, identity)| *path == target.0 || (target.1.is_some() && *identity == target.1));
+        if is_there {
+            let path = volume.target.path.display();
+            refusals.push(Failure::new(
+                Code::Usage,
+                format!("{path} is the target of two disks"),
+            ));
+        }
+        targets.push(target);
+    }
+    let Some(first) = refusals.first() else {
+        return Ok(volumes);
+    };
+    let code = first.code;
+    let messages: Vec<String> = refusals.into_iter().map(|refusal| refusal.message).collect();
+    Err(Failure::new(code, messages.join("; ")))
+}
+
+/// Other work on the disks, or on all of the VM, has to be over.
+async fn check_idle(client: &Client) -> Result<(), Failure> {
+    let refused = |why: String| Err(Failure::new(Code::Refused, why));
+    let state = monitor::run_state(client).await?;
+    let may_move = matches!(
+        state,
+        RunState::Running | RunState::Paused | RunState::Prelaunch | RunState::Suspended | RunState::IoError
+    );
+    if !may_move {
+        return refused(format!("the VM is {state}, and its disks cannot be moved then"));
+    }
+    let migration: MigrationInfo = client.query(&command::query_migrate {}).await?;
+    if migration.is_in_progress() {
+        return refused("a migration is under way, which a hibernation is to QEMU".to_owned());
+    }
+    let jobs: Vec<JobInfo> = client.query(&command::query_jobs {}).await?;
+    if let Some(job) = jobs.first() {
+        return refused(format!(
+            "{} job {} is {}: it has to end first",
+            job.job_type, job.id, job.status
+        ));
+    }
+    Ok(())
+}
+
+/// What this QEMU has open already.
+struct InUse {
+    identities: Vec<(FileIdentity, String)>,
+}
+
+impl InUse {
+    fn of(graph: &Graph, directory: &Path, pid: Option<u32>) -> Self {
+        let nodes = graph.node_names().filter_map(|name| {
+            let file = &graph.node(name)?.file;
+            Some((
+                FileIdentity::at(&directory.join(file))?,
+                format!("as node {name}"),
+            ))
+        });
+        let descriptors = pid.map(|pid| fs::read_dir(format!("/proc/{pid}/fd")));
+        let descriptors = descriptors.into_iter().flatten().flatten().flatten();
+        let open = descriptors
+            .filter_map(|entry| Some((FileIdentity::at(&entry.path())?, "by its process".to_owned())));
+        Self {
+            identities: nodes.chain(open).collect(),
+        }
+    }
+
+    fn check(&self, path: &Path) -> Result<(), Failure> {
+        let identity = FileIdentity::at(path);
+        let user = self.identities.iter().find(|(there, _)| Some(*there) == identity);
+        match user {
+            None => Ok(()),
+            Some((_, how)) => Err(Failure::new(
+                Code::Refused,
+                format!("{} is in use by this very QEMU, {how}", path.display()),
+            )),
+        }
+    }
+}
+
+async fn examine(
+    client: &Client,
+    graph: &Graph,
+    wish: &Wish,
+    names: Names,
+    directory: &Path,
+    in_use: &InUse,
+) -> Result<Volume, Failure> {
+    let drive = find(graph, &wish.disk, directory)?;
+    let label = label(drive);
+    let refused = |why: &str| Failure::new(Code::Refused, format!("{label} cannot be moved: {why}"));
+    let root = drive
+        .inserted
+        .as_ref()
+        .and_then(|node| node.node_name.clone())
+        .ok_or_else(|| refused("it is empty"))?;
+    let node = graph.node(&root).ok_or_else(|| refused("its node is not told"))?;
+    if let Some(why) = verdict(graph, drive, node, &root) {
+        return Err(refused(&why));
+    }
+    if let Some(why) = device_verdict(client, drive).await {
+        return Err(refused(why));
+    }
+    let file = file_below(graph, &root).map_err(|why| refused(&why))?;
+    let old_file = directory.join(file);
+    let image = node.image.as_ref();
+    let size_bytes = image
+        .and_then(|image| image.virtual_size_bytes)
+        .ok_or_else(|| refused("its size is not told"))?;
+    let old_format = match node.driver.as_str() {
+        "file" | "host_device" => "raw",
+        driver => driver,
+    };
+    let mut volume = Volume {
+        label: label.clone(),
+        device: drive.device.clone(),
+        qdev: drive.qdev.clone(),
+        names,
+        old_chain: graph.chain(&root),
+        old_format: old_format.to_owned(),
+        old_root: root,
+        size_bytes,
+        allocated_bytes: image.and_then(|image| image.actual_size_bytes),
+        direct: node.cache.is_some_and(|cache| cache.direct),
+        detect_zeroes: node.detect_zeroes.clone().unwrap_or_else(|| "off".to_owned()),
+        target: Target {
+            path: wish.to.clone(),
+            format: Format::Raw,
+            is_block_device: false,
+            create: false,
+            size_bytes: 0,
+        },
+        old_file,
+        made: None,
+    };
+    // Before it is opened for a look.
+    in_use.check(&wish.to)?;
+    volume.target = Target::examine(wish, volume.need()).map_err(|failure| failure.while_doing(&label))?;
+    Ok(volume)
+}
+
+/// How a drive is called to a person.
+fn label(drive: &BlockInfo) -> String {
+    let named = [drive.device.as_str(), drive.qdev.as_deref().unwrap_or_default()];
+    let name = named.into_iter().find(|name| !name.is_empty()).unwrap_or("?");
+    format!("disk {name}")
+}
+
+/// The drive that a person means.
+fn find<'a>(graph: &'a Graph, disk: &str, directory: &Path) -> Result<&'a BlockInfo, Failure> {
+    let identity = disk
+        .contains('/')
+        .then(|| FileIdentity::at(&directory.join(disk)))
+        .flatten();
+    let is_meant = |drive: &&BlockInfo| {
+        let root = drive.inserted.as_ref();
+        let by_device = drive
+            .qdev
+            .as_deref()
+            .is_some_and(|qdev| qdev == disk || device_id(qdev) == Some(disk));
+        let by_node = root.and_then(|root| root.node_name.as_deref()) == Some(disk);
+        let by_file = || {
+            let root = root.and_then(|root| root.node_name.as_deref())?;
+            let file = file_below(graph, root).ok()?;
+            FileIdentity::at(&directory.join(file))
+        };
+        by_device || drive.device == disk || by_node || (identity.is_some() && by_file() == identity)
+    };
+    let found: Vec<&BlockInfo> = graph.drives().iter().filter(is_meant).collect();
+    match found[..] {
+        [drive] => Ok(drive),
+        [] => {
+            let there: Vec<String> = graph.drives().iter().map(label).collect();
+            Err(Failure::new(
+                Code::Usage,
+                format!("there is no disk {disk}; there are: {}", there.join(", ")),
+            ))
+        }
+        _ => Err(Failure::new(
+            Code::Usage,
+            format!(
+                "{disk} may be {}",
+                found
+                    .iter()
+                    .map(|drive| label(drive))
+                    .collect::<Vec<_>>()
+                    .join(" or ")
+            ),
+        )),
+    }
+}
+
+/// The id of a device by the path of its object, `/machine/peripheral/ID` or a part of it.
+pub fn device_id(qdev: &str) -> Option<&str> {
+    match qdev.strip_prefix("/machine/peripheral/") {
+        Some(path) => path.split('/').next(),
+        None => (!qdev.starts_with('/')).then_some(qdev),
+    }
+}
+
+/// What a disk's nodes say against a move.
+fn verdict(graph: &Graph, drive: &BlockInfo, root: &BlockNode, name: &str) -> Option<String> {
+    if drive.removable {
+        return Some("it is a removable medium (a CD-ROM, say)".to_owned());
+    }
+    if root.read_only {
+        return Some("it is read-only".to_owned());
+    }
+    if root.active == Some(false) {
+        return Some("QEMU has given it over to a migration".to_owned());
+    }
+    if graph.is_shared_for_writing(name) {
+        return Some(
+            "it is shared with other guests (share-rw), which would go on writing to the old volume"
+                .to_owned(),
+        );
+    }
+    if is_filter(&root.driver) && root.driver != "blkdebug" {
+        return Some(format!(
+            "its root is a {} node, which would be left out with the old volume",
+            root.driver
+        ));
+    }
+    if let Some(user) = graph.chain(name).iter().skip(1).find_map(|node| {
+        graph
+            .users_outside(node)
+            .into_iter()
+            .next()
+            .map(|user| format!("{user} uses its node {node}"))
+    }) {
+        return Some(user);
+    }
+    let bitmaps = root.dirty_bitmaps.iter().flatten();
+    let kept: Vec<&str> = bitmaps
+        .filter(|bitmap| bitmap.persistent == Some(true))
+        .filter_map(|bitmap| bitmap.name.as_deref())
+        .collect();
+    (!kept.is_empty()).then(|| {
+        format!(
+            "it has the dirty bitmaps {}, which would be lost; remove them first, and make the next backup a full one",
+            kept.join(", ")
+        )
+    })
+}
+
+/// What a disk's device says against a move: commands that go past the block layer are not copied.
+async fn device_verdict(client: &Client, drive: &BlockInfo) -> Option<&'static str> {
+    let qdev = drive.qdev.as_deref()?;
+    let path = match qdev.starts_with('/') {
+        true => qdev.to_owned(),
+        false => format!("/machine/peripheral/{qdev}"),
+    };
+    let get = command::qom_get {
+        path,
+        property: "type".to_owned(),
+    };
+    let kind = client.execute(&get).await.ok()?;
+    match kind.as_str()? {
+        "scsi-block" | "scsi-generic" => {
+            Some("it is a device passed through (a LUN), whose commands go past QEMU")
+        }
+        "scsi-cd" | "ide-cd" => Some("it is a CD-ROM"),
+        _ => None,
+    }
+}
+
+/// The file or block device at the bottom.
+fn file_below<'a>(graph: &'a Graph, root: &'a str) -> Result<&'a str, String> {
+    let mut here = root;
+    loop {
+        let node = graph.node(here).ok_or("one of its nodes is not told")?;
+        match (node.driver.as_str(), graph.below(here)) {
+            ("file" | "host_device", _) => return Ok(&node.file),
+            (_, Some(below)) => here = below,
+            (driver, None) => {
+                return Err(format!(
+                    "it is on {driver}, and only files and block devices are moved"
+                ));
+            }
+        }
+    }
+}
+
+/// The node that this volume's guest writes to now; `None` if its drive is gone or empty.
+pub fn content_of(graph: &Graph, volume: &Volume) -> Option<String> {
+    let drive = graph
+        .drives()
+        .iter()
+        .find(|drive| drive.qdev == volume.qdev && drive.device == volume.device)?;
+    let root = drive.inserted.as_ref()?.node_name.as_deref()?;
+    Some(graph.job_content(root).to_owned())
+}
+
+/// Whether this volume's guest is on the target.
+pub fn is_switched(graph: &Graph, volume: &Volume) -> bool {
+    content_of(graph, volume).as_ref() == Some(&volume.names.format)
+}

@@ -1,0 +1,517 @@
+//! Acts for the move's machine: one effect at a time, with an eye on limits, cancels and the word to switch.
+
+use std::fs;
+use std::path::Path;
+use std::pin::pin;
+use std::time::Duration;
+
+use dormouse_qmp::view::machine::RunState;
+use dormouse_qmp::{Client, command};
+use tokio::sync::{mpsc, oneshot, watch};
+use tokio::time::Instant;
+use uuid::Uuid;
+
+use super::machine::{Effect, Input, Machine, Phase, Switched};
+use super::mirror::{self, BothSides, Start};
+use super::nodes::{self, Zeros};
+use super::plan::{self, Volume};
+use super::record::{Point, Record};
+use super::{Report, Request, VolumeProgress, recorded};
+use crate::error::{Code, Failure, GuestState};
+use crate::journal::{Journal, Written};
+use crate::machine::effect::{blocking, milliseconds, out_of_order};
+use crate::machine::hibernate::runner::Cancel;
+use crate::vm::file_identity::FileIdentity;
+use crate::vm::graph::Graph;
+use crate::vm::monitor;
+use crate::vm::process_identity::ProcessIdentity;
+
+/// A word that the volumes may be switched now; answered with whether that has been waited for.
+pub type Word = oneshot::Sender<bool>;
+
+/// How often a QEMU that may be ending is looked at.
+const END_POLL: Duration = Duration::from_millis(10);
+
+/// How long a QEMU that answers no more is watched for its end.
+const END_LIMIT: Duration = Duration::from_secs(5);
+
+/// What the world is told on the way.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Told {
+    /// Where it is.
+    pub phase: Phase,
+    /// The disks.
+    pub volumes: Vec<VolumeProgress>,
+}
+
+/// What others may say to a move.
+#[derive(Debug)]
+pub struct Heard {
+    /// Cancels.
+    pub cancels: mpsc::Receiver<Cancel>,
+    /// Words that the volumes may be switched.
+    pub words: mpsc::Receiver<Word>,
+}
+
+/// Moves volumes of the VM behind `client`. Returns when it is over, whichever way.
+pub async fn move_volumes(
+    operation: Uuid,
+    client: Client,
+    request: Request,
+    told: watch::Sender<Told>,
+    mut heard: Heard,
+) -> Result<Report, Failure> {
+    let (mut machine, first) = Machine::begin(request.by_hand);
+    let deadline = request.limits.total.map(|total| (Instant::now() + total, total));
+    let mut work = Work {
+        pid: client.peer_pid(),
+        client,
+        operation,
+        request,
+        told,
+        volumes: Vec::new(),
+        qemu: None,
+        start: Start::Guarded,
+        both_sides: BothSides::Never,
+        journal: None,
+        freeze: None,
+        is_recorded: false,
+        stops_guest: false,
+        remarks: Vec::new(),
+    };
+    let mut timings: Vec<(Phase, f64)> = Vec::new();
+    let mut next = Some(first);
+    while let Some(effect) = next {
+        let (phase, begun) = (machine.phase(), Instant::now());
+        work.told.send_modify(|told| told.phase = phase);
+        next = settle(&mut machine, work.act(effect), &mut heard, deadline).await;
+        timings.push((phase, milliseconds(begun.elapsed())));
+    }
+    work.told.send_modify(|told| told.phase = machine.phase());
+    let guest = work.guest().await;
+    match machine.failure().cloned() {
+        Some(failure) => Err(failure.with_guest(guest)),
+        None => Ok(Report {
+            volumes: work.told.borrow().volumes.clone(),
+            freeze_ms: work.freeze.map_or(0.0, milliseconds),
+            timings_ms: timings,
+            remarks: work.remarks,
+        }),
+    }
+}
+
+/// Feeds the machine until it wants something else, or is over.
+async fn settle(
+    machine: &mut Machine,
+    act: impl Future<Output = Input>,
+    heard: &mut Heard,
+    deadline: Option<(Instant, Duration)>,
+) -> Option<Effect> {
+    let mut act = pin!(act);
+    let (mut acting, mut in_time) = (true, true);
+    let limit = async {
+        match deadline {
+            Some((at, limit)) => {
+                tokio::time::sleep_until(at).await;
+                limit
+            }
+            None => std::future::pending().await,
+        }
+    };
+    let mut limit = pin!(limit);
+    loop {
+        let input = tokio::select! {
+            biased;
+            Some(answer) = heard.cancels.recv() => {
+                // Whoever asked may be gone; the cancel counts all the same.
+                let _ = answer.send(machine.answer_to_cancel());
+                Input::CancelRequested
+            }
+            Some(answer) = heard.words.recv() => {
+                let _ = answer.send(machine.waits_for_a_word());
+                Input::CompleteRequested
+            }
+            limit = &mut limit, if in_time => {
+                in_time = false;
+                Input::LimitReached(limit)
+            }
+            input = &mut act, if acting => {
+                acting = false;
+                input
+            }
+            else => Input::Failed(out_of_order()),
+        };
+        tracing::debug!(phase = ?machine.phase(), ?input, "move of volumes");
+        let next = machine.step(input);
+        if next.is_some() || machine.is_over() {
+            return next;
+        }
+    }
+}
+
+/// What one move has in its hands.
+struct Work {
+    client: Client,
+    pid: Option<u32>,
+    operation: Uuid,
+    request: Request,
+    told: watch::Sender<Told>,
+    volumes: Vec<Volume>,
+    qemu: Option<ProcessIdentity>,
+    start: Start,
+    both_sides: BothSides,
+    journal: Option<Journal<Record>>,
+    freeze: Option<Duration>,
+    is_recorded: bool,
+    /// Whether the guest runs, and is stopped for the switch.
+    stops_guest: bool,
+    remarks: Vec<String>,
+}
+
+impl Work {
+    async fn act(&mut self, effect: Effect) -> Input {
+        let done = match effect {
+            Effect::Preflight => self.preflight().await,
+            Effect::Attach => self.attach().await,
+            Effect::Mirror => self.mirror().await,
+            Effect::Hold => {
+                Err(mirror::hold(&self.client, &self.volumes, |volumes| self.tell(volumes)).await)
+            }
+            Effect::Intend => self.intend().await,
+            Effect::Complete => self.complete().await,
+            Effect::Finalize => self.finalize().await,
+            Effect::Check => match self.check().await {
+                Ok(switched) => return Input::Checked(switched),
+                Err(failure) => Err(failure),
+            },
+            Effect::Commit => self.commit().await,
+            Effect::Release => self.release().await,
+            Effect::RollBack => self.roll_back().await,
+        };
+        match done {
+            Ok(()) => Input::Done,
+            Err(failure) => Input::Failed(failure),
+        }
+    }
+
+    fn tell(&self, volumes: Vec<VolumeProgress>) {
+        self.told.send_if_modified(|told| {
+            let is_new = told.volumes != volumes;
+            told.volumes = volumes;
+            is_new
+        });
+    }
+
+    async fn preflight(&mut self) -> Result<(), Failure> {
+        let Some(qemu) = self.pid.and_then(ProcessIdentity::of) else {
+            return Err(Failure::new(
+                Code::Refused,
+                "cannot see QEMU's process (another PID namespace?), so an interrupted move could not be told from others",
+            ));
+        };
+        self.volumes = plan::make(&self.client, self.operation, &self.request, self.pid).await?;
+        self.both_sides = BothSides::of(&self.client).await?;
+        self.start = Start::of(&self.client).await?;
+        self.tell(self.volumes.iter().map(untouched).collect());
+        self.qemu = Some(qemu);
+        Ok(())
+    }
+
+    async fn attach(&mut self) -> Result<(), Failure> {
+        let qemu = self.qemu.ok_or_else(out_of_order)?;
+        let (folder, record) = (
+            self.request.operations.clone(),
+            Record {
+                form: Record::FORM,
+                operation: self.operation,
+                vm_name: self.request.vm_name.clone(),
+                monitor: self.request.monitor.clone(),
+                machine: self.request.machine.clone(),
+                qemu,
+                volumes: self.volumes.clone(),
+                stops_guest: false,
+                point: Point::Moving,
+            },
+        );
+        let begun =
+            blocking(move || Journal::begin(&folder, record).map_err(|error| not_written(&error))).await?;
+        self.journal = Some(begun);
+        for volume in &mut self.volumes {
+            if volume.target.create {
+                let made = volume.clone();
+                volume.made = blocking(move || {
+                    made.target.make(made.need())?;
+                    Ok(FileIdentity::at(&made.target.path))
+                })
+                .await?;
+            }
+        }
+        // What was made is known as ours from here on.
+        self.write_down(Point::Moving).await?;
+        for volume in &self.volumes {
+            nodes::attach(&self.client, volume, self.start.zeros()).await?;
+        }
+        Ok(())
+    }
+
+    async fn mirror(&mut self) -> Result<(), Failure> {
+        let (client, speed) = (&self.client, self.request.speed_limit);
+        for volume in &self.volumes {
+            mirror::start(client, volume, self.start, speed).await?;
+        }
+        let stall = self.request.limits.stall;
+        mirror::get_in_step(client, &self.volumes, self.both_sides, stall, |volumes| {
+            self.tell(volumes)
+        })
+        .await
+    }
+
+    async fn intend(&mut self) -> Result<(), Failure> {
+        let graph = Graph::of(&self.client).await?;
+        for volume in &self.volumes {
+            // Unplugged, or given another disk, while it was copied.
+            if plan::content_of(&graph, volume).as_deref() != Some(&volume.old_root) {
+                return Err(Failure::new(
+                    Code::Refused,
+                    format!("{} is not the disk any more that it was", volume.label),
+                ));
+            }
+        }
+        self.stops_guest = mirror::stops_guest(&self.client).await?
+            && monitor::run_state(&self.client).await? == RunState::Running;
+        self.write_down(Point::Intending).await
+    }
+
+    async fn complete(&mut self) -> Result<(), Failure> {
+        self.freeze = None;
+        let begun = Instant::now();
+        if self.stops_guest {
+            self.client.execute(&command::stop {}).await?;
+        }
+        let completed = mirror::complete(&self.client, &self.volumes, self.request.limits.freeze).await;
+        self.freeze = Some(begun.elapsed());
+        completed
+    }
+
+    async fn finalize(&mut self) -> Result<(), Failure> {
+        let begun = Instant::now();
+        let finalized = mirror::finalize(&self.client, &self.volumes).await;
+        if finalized.is_ok() && self.stops_guest {
+            go_on(&self.client).await?;
+        }
+        self.freeze = self.freeze.map(|freeze| freeze + begun.elapsed());
+        finalized
+    }
+
+    async fn check(&mut self) -> Result<Switched, Failure> {
+        let graph = Graph::of(&self.client).await?;
+        let switched: Vec<bool> = self
+            .volumes
+            .iter()
+            .map(|volume| plan::is_switched(&graph, volume))
+            .collect();
+        self.told.send_modify(|told| {
+            for (volume, switched) in told.volumes.iter_mut().zip(&switched) {
+                volume.switched = *switched;
+            }
+        });
+        let all = !switched.contains(&false);
+        if all && self.stops_guest {
+            // Where a job was switched and told an error it stands still yet.
+            go_on(&self.client).await?;
+        }
+        Ok(match (switched.contains(&true), switched.contains(&false)) {
+            (true, false) => Switched::All,
+            (false, _) => Switched::None,
+            (true, true) => Switched::Some,
+        })
+    }
+
+    async fn commit(&mut self) -> Result<(), Failure> {
+        self.write_down(Point::Committed).await?;
+        let qemu = self.qemu.ok_or_else(out_of_order)?;
+        self.remarks = recorded::update(&self.client, &self.request.machine, qemu, &self.volumes).await?;
+        self.is_recorded = true;
+        Ok(())
+    }
+
+    async fn release(&mut self) -> Result<(), Failure> {
+        let remarks = release(&self.client, &self.volumes, self.pid).await?;
+        self.remarks.extend(remarks);
+        if self.is_recorded {
+            return self.end_journal().await;
+        }
+        // A recovery records what could not be recorded now.
+        self.journal = None;
+        Ok(())
+    }
+
+    async fn roll_back(&mut self) -> Result<(), Failure> {
+        roll_back(&self.client, &self.volumes, self.qemu, self.stops_guest).await?;
+        self.end_journal().await
+    }
+
+    async fn write_down(&mut self, point: Point) -> Result<(), Failure> {
+        let mut journal = self.journal.take().ok_or_else(out_of_order)?;
+        let record = Record {
+            volumes: self.volumes.clone(),
+            stops_guest: self.stops_guest,
+            point,
+            ..journal.record().clone()
+        };
+        let (journal, written) = blocking(move || {
+            let written = journal.rewrite(record);
+            Ok((journal, written))
+        })
+        .await?;
+        self.journal = Some(journal);
+        written.map_err(|error| not_written(&error))
+    }
+
+    async fn end_journal(&mut self) -> Result<(), Failure> {
+        match self.journal.take() {
+            Some(journal) => blocking(move || journal.end().map_err(|error| not_written(&error))).await,
+            None => Ok(()),
+        }
+    }
+
+    async fn guest(&self) -> GuestState {
+        match monitor::run_state(&self.client).await {
+            Ok(RunState::Running) => GuestState::Running,
+            Ok(_) => GuestState::Paused,
+            Err(_) => match self.pid.and_then(ProcessIdentity::of) {
+                None => GuestState::Stopped,
+                Some(_) => GuestState::Unknown,
+            },
+        }
+    }
+}
+
+fn not_written(error: &std::io::Error) -> Failure {
+    Failure::new(
+        Code::StorageIo,
+        format!("cannot keep the operation's record: {error}"),
+    )
+}
+
+fn untouched(volume: &Volume) -> VolumeProgress {
+    VolumeProgress {
+        disk: volume.label.clone(),
+        from: volume.old_file.display().to_string(),
+        to: volume.target.path.clone(),
+        done_bytes: 0,
+        total_bytes: volume.size_bytes,
+        ready: false,
+        switched: false,
+    }
+}
+
+/// Lets a guest go on that was stopped for the switch.
+pub async fn go_on(client: &Client) -> Result<(), Failure> {
+    if monitor::run_state(client).await? == RunState::Paused {
+        client.execute(&command::cont {}).await?;
+    }
+    Ok(())
+}
+
+/// Lets go of the old volumes of a guest that is on its new ones. Returns what could not be, and does no harm.
+pub async fn release(client: &Client, volumes: &[Volume], pid: Option<u32>) -> Result<Vec<String>, Failure> {
+    let mut remarks = Vec::new();
+    mirror::end(client, volumes).await?;
+    for volume in volumes {
+        if volume.detect_zeroes != "unmap"
+            && let Err(failure) = nodes::reopen(client, volume, Zeros::AsBefore(&volume.detect_zeroes)).await
+        {
+            remarks.push(format!(
+                "{}: zeros are still looked for in what it writes: {failure}",
+                volume.label
+            ));
+        }
+        for node in nodes::remove(client, &volume.old_chain).await? {
+            remarks.push(format!(
+                "{}: node {node} of the old volume is still there",
+                volume.label
+            ));
+        }
+    }
+    let graph = Graph::of(client).await?;
+    // What others use of an old chain, a common base image, stays open for them.
+    let gone = |volume: &&Volume| volume.old_chain.iter().all(|node| graph.node(node).is_none());
+    let files: Vec<&Path> = volumes
+        .iter()
+        .filter(gone)
+        .map(|volume| volume.old_file.as_path())
+        .collect();
+    for file in nodes::still_open(pid, &files).into_iter().flatten() {
+        remarks.push(format!("QEMU still has {} open", file.display()));
+    }
+    Ok(remarks)
+}
+
+/// Ends the jobs of a guest that is on its old volumes, closes the targets, and removes those that were made. A QEMU that
+/// is gone has done the first two.
+pub async fn roll_back(
+    client: &Client,
+    volumes: &[Volume],
+    qemu: Option<ProcessIdentity>,
+    stops_guest: bool,
+) -> Result<(), Failure> {
+    let closed = async {
+        mirror::end(client, volumes).await?;
+        if stops_guest {
+            go_on(client).await?;
+        }
+        for volume in volumes {
+            let names = [volume.names.format.clone(), volume.names.file.clone()];
+            if let Some(node) = nodes::remove(client, &names).await?.first() {
+                return Err(Failure::new(
+                    Code::Refused,
+                    format!("node {node} cannot be closed"),
+                ));
+            }
+        }
+        Ok(())
+    };
+    if let Err(failure) = closed.await
+        && !is_gone(qemu).await
+    {
+        return Err(failure);
+    }
+    remove_made(volumes).await
+}
+
+/// Removes the files that were made for a move.
+pub async fn remove_made(volumes: &[Volume]) -> Result<(), Failure> {
+    let made: Vec<_> = volumes
+        .iter()
+        .filter_map(|volume| Some((volume.target.path.clone(), volume.made?)))
+        .collect();
+    blocking(move || {
+        for (path, identity) in made {
+            // Only what this operation made, and nobody has replaced.
+            if FileIdentity::at(&path) == Some(identity) {
+                fs::remove_file(&path).map_err(|error| {
+                    Failure::new(
+                        Code::StorageIo,
+                        format!("cannot remove {}: {error}", path.display()),
+                    )
+                })?;
+            }
+        }
+        Ok(())
+    })
+    .await
+}
+
+/// Whether QEMU is gone; one that is ending is waited for.
+async fn is_gone(qemu: Option<ProcessIdentity>) -> bool {
+    let Some(qemu) = qemu else { return false };
+    let deadline = Instant::now() + END_LIMIT;
+    while qemu.is_alive() {
+        if Instant::now() > deadline {
+            return false;
+        }
+        tokio::time::sleep(END_POLL).await;
+    }
+    true
+}

@@ -1,0 +1,400 @@
+//! A QEMU command line after one of its disks has moved to another volume.
+//!
+//! A wake starts what is recorded. A line that still named the old volume would start the guest on a disk that it has
+//! left, so the line is changed where it names it: a `-drive`, a short form such as `-hda`, or `-blockdev` nodes, in
+//! pairs or JSON. The names of nodes and drives stay, since devices refer to them; what is below a disk's format is left
+//! out, as the move has copied it.
+
+use std::path::{Path, PathBuf};
+
+use serde_json::{Map, Value, json};
+
+use super::file_identity::FileIdentity;
+use super::options::Options;
+
+/// Where a disk was, and where it is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct MovedDisk {
+    /// The file or block device that it was on.
+    pub old: PathBuf,
+    /// The nodes that it was on, as far as they have names of their own.
+    pub old_nodes: Vec<String>,
+    /// Where it is.
+    pub new: PathBuf,
+    /// In which format, in QEMU's word.
+    pub format: &'static str,
+    /// Whether that is a block device.
+    pub is_block_device: bool,
+    /// The size that a larger raw volume is pinned to.
+    pub pinned_bytes: Option<u64>,
+}
+
+/// The line `arguments` with the disk where it is now; `None` if the line does not name the old volume, or in a way that
+/// is not understood. `directory`: QEMU's.
+pub fn rewritten(arguments: &[String], directory: &Path, disk: &MovedDisk) -> Option<Vec<String>> {
+    let names_old = |file: &str| is_same(&directory.join(file), &disk.old);
+    let mut line = arguments.to_vec();
+    for at in 1..line.len() {
+        let option = line[at - 1].trim_start_matches('-').to_owned();
+        let is_option = line[at - 1].starts_with('-');
+        if is_option && option == "drive" {
+            let Some(mut options) = Options::parse(&line[at]) else {
+                continue;
+            };
+            let key = ["file", "file.filename"]
+                .into_iter()
+                .find(|key| options.value(key).is_some_and(names_old));
+            if let Some(key) = key {
+                move_drive(&mut options, key, disk);
+                line[at] = options.render();
+                return Some(line);
+            }
+        }
+        if is_option
+            && let Some(index) = short_form(&option)
+            && names_old(&line[at])
+        {
+            let mut options = Options::parse("media=disk").unwrap_or_default();
+            options.set("index", index.to_string());
+            move_drive(&mut options, "file", disk);
+            line[at - 1] = "-drive".to_owned();
+            line[at] = options.render();
+            return Some(line);
+        }
+    }
+    move_nodes(&line, disk, names_old)
+}
+
+/// Whether the line names the new volume already.
+pub fn is_rewritten(arguments: &[String], disk: &MovedDisk) -> bool {
+    let new = disk.new.to_string_lossy();
+    let doubled = new.replace(',', ",,");
+    arguments
+        .iter()
+        .any(|argument| argument.contains(&*new) || argument.contains(&doubled))
+}
+
+fn is_same(one: &Path, other: &Path) -> bool {
+    one == other || FileIdentity::at(one).is_some_and(|identity| FileIdentity::at(other) == Some(identity))
+}
+
+fn short_form(option: &str) -> Option<usize> {
+    ["hda", "hdb", "hdc", "hdd"]
+        .iter()
+        .position(|short| *short == option)
+}
+
+fn move_drive(options: &mut Options, key: &str, disk: &MovedDisk) {
+    let below: Vec<String> = options
+        .pairs()
+        .map(|(key, _)| key.to_owned())
+        .filter(|key| key.starts_with("backing") || key == "size" || key == "offset")
+        .collect();
+    for key in &below {
+        options.remove(key);
+    }
+    options.set(key, disk.new.to_string_lossy());
+    if options.value("file.driver").is_some() {
+        options.set("file.driver", protocol(disk));
+    }
+    // Both words mean the same.
+    options.remove("driver");
+    options.set("format", disk.format);
+    if let Some(size) = disk.pinned_bytes {
+        options.set("size", size.to_string());
+    }
+}
+
+fn protocol(disk: &MovedDisk) -> &'static str {
+    if disk.is_block_device {
+        "host_device"
+    } else {
+        "file"
+    }
+}
+
+/// A node's options in whichever form; keys have dots between their parts.
+#[derive(Debug, Clone)]
+enum Node {
+    Pairs(Options),
+    Json(Map<String, Value>),
+}
+
+impl Node {
+    fn parse(text: &str) -> Option<Self> {
+        if text.trim_start().starts_with('{') {
+            return Some(Self::Json(serde_json::from_str(text).ok()?));
+        }
+        Some(Self::Pairs(Options::parse(text)?))
+    }
+
+    fn value(&self, key: &str) -> Option<&str> {
+        match self {
+            Self::Pairs(options) => match key {
+                "driver" => options.leading(key),
+                key => options.value(key),
+            },
+            Self::Json(map) => {
+                let mut parts = key.split('.');
+                let first = map.get(parts.next()?)?;
+                parts.try_fold(first, |value, part| value.get(part))?.as_str()
+            }
+        }
+    }
+
+    fn set(&mut self, key: &str, value: &Value) {
+        match self {
+            Self::Pairs(options) => {
+                if key == "driver" {
+                    options.remove("");
+                }
+                options.set(
+                    key,
+                    value.as_str().map_or_else(|| value.to_string(), str::to_owned),
+                );
+            }
+            Self::Json(map) => match key.split_once('.') {
+                None => drop(map.insert(key.to_owned(), value.clone())),
+                Some((first, rest)) => {
+                    if let Some(inner) = map.get_mut(first) {
+                        inner[rest] = value.clone();
+                    }
+                }
+            },
+        }
+    }
+
+    /// Keeps only the top-level keys that `is_kept` takes.
+    fn retain(&mut self, is_kept: impl Fn(&str) -> bool) {
+        match self {
+            Self::Pairs(options) => {
+                let keys: Vec<String> = options.pairs().map(|(key, _)| key.to_owned()).collect();
+                for key in keys
+                    .iter()
+                    .filter(|key| !is_kept(key.split('.').next().unwrap_or_default()))
+                {
+                    options.remove(key);
+                }
+            }
+            Self::Json(map) => map.retain(|key, _| is_kept(key)),
+        }
+    }
+
+    fn render(&self) -> String {
+        match self {
+            Self::Pairs(options) => options.render(),
+            Self::Json(map) => Value::Object(map.clone()).to_string(),
+        }
+    }
+}
+
+/// What every format has.
+const OF_ALL_FORMATS: &[&str] = &[
+    "",
+    "driver",
+    "node-name",
+    "file",
+    "discard",
+    "detect-zeroes",
+    "cache",
+    "read-only",
+    "auto-read-only",
+    "force-share",
+];
+
+fn move_nodes(line: &[String], disk: &MovedDisk, names_old: impl Fn(&str) -> bool) -> Option<Vec<String>> {
+    let mut nodes: Vec<(usize, Node)> = (1..line.len())
+        .filter(|at| matches!(line[at - 1].as_str(), "-blockdev" | "--blockdev"))
+        .filter_map(|at| Some((at, Node::parse(&line[at])?)))
+        .collect();
+    let is_ours = |node: &Node| {
+        node.value("node-name")
+            .is_some_and(|name| disk.old_nodes.iter().any(|old| old == name))
+    };
+    // The file is a node of its own, or a part of the node of its format.
+    let file = nodes
+        .iter()
+        .position(|(_, node)| node.value("filename").is_some_and(&names_old));
+    let format = match file {
+        Some(file) => {
+            let name = nodes[file].1.value("node-name")?.to_owned();
+            nodes
+                .iter()
+                .position(|(_, node)| node.value("file") == Some(&name) && is_ours(node))
+        }
+        None => Some(
+            nodes
+                .iter()
+                .position(|(_, node)| node.value("file.filename").is_some_and(&names_old))?,
+        ),
+    };
+    let Some(format) = format else {
+        // A device that is on the file's node itself can only be where bytes are bytes.
+        if disk.format != "raw" || disk.pinned_bytes.is_some() {
+            return None;
+        }
+        let file = file?;
+        nodes[file].1.set("filename", &json!(disk.new));
+        nodes[file].1.set("driver", &json!(protocol(disk)));
+        return Some(with_nodes(line, &nodes, &[]));
+    };
+    match file {
+        Some(file) => {
+            nodes[file].1.set("filename", &json!(disk.new));
+            nodes[file].1.set("driver", &json!(protocol(disk)));
+        }
+        None => {
+            nodes[format].1.set("file.filename", &json!(disk.new));
+            nodes[format].1.set("file.driver", &json!(protocol(disk)));
+        }
+    }
+    let node = &mut nodes[format].1;
+    node.retain(|key| OF_ALL_FORMATS.contains(&key));
+    node.set("driver", &json!(disk.format));
+    if let Some(size) = disk.pinned_bytes {
+        node.set("size", &json!(size));
+    }
+    // What was below is used no more, unless something else refers to it.
+    let mut left_out: Vec<usize> = Vec::new();
+    loop {
+        let is_left = |at: &usize| !left_out.contains(at);
+        let others: Vec<usize> = (0..nodes.len()).filter(is_left).collect();
+        let unused = others.iter().copied().find(|at| {
+            let name = nodes[*at].1.value("node-name").unwrap_or_default();
+            let referred = others.iter().any(|other| {
+                ["file", "backing"]
+                    .iter()
+                    .any(|key| nodes[*other].1.value(key) == Some(name))
+            });
+            *at != format && Some(*at) != file && is_ours(&nodes[*at].1) && !referred
+        });
+        match unused {
+            Some(at) => left_out.push(at),
+            None => break,
+        }
+    }
+    Some(with_nodes(line, &nodes, &left_out))
+}
+
+fn with_nodes(line: &[String], nodes: &[(usize, Node)], left_out: &[usize]) -> Vec<String> {
+    let mut line = line.to_vec();
+    for (at, node) in nodes {
+        line[*at] = node.render();
+    }
+    let mut gone: Vec<usize> = left_out.iter().map(|node| nodes[*node].0).collect();
+    gone.sort_unstable();
+    for at in gone.into_iter().rev() {
+        line.drain(at - 1..=at);
+    }
+    line
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn disk(format: &'static str) -> MovedDisk {
+        MovedDisk {
+            old: "/old/a.img".into(),
+            old_nodes: ["fmt", "prot", "base", "basefile"].map(str::to_owned).to_vec(),
+            new: "/new/b".into(),
+            format,
+            is_block_device: false,
+            pinned_bytes: None,
+        }
+    }
+
+    fn moved(line: &[&str], disk: &MovedDisk) -> Option<Vec<String>> {
+        let line: Vec<String> = line.iter().map(|&token| token.to_owned()).collect();
+        rewritten(&line, Path::new("/old"), disk)
+    }
+
+    #[test]
+    fn a_drive_keeps_all_but_its_file_and_format() {
+        let line = [
+            "qemu",
+            "-drive",
+            "file=a.img,format=qcow2,if=none,id=d,cache=none,backing.file.filename=/x",
+        ];
+        assert_eq!(
+            moved(&line, &disk("raw")).unwrap()[2],
+            "if=none,id=d,cache=none,file=/new/b,format=raw"
+        );
+        let pinned = MovedDisk {
+            pinned_bytes: Some(512),
+            ..disk("raw")
+        };
+        assert!(moved(&line, &pinned).unwrap()[2].ends_with("format=raw,size=512"));
+    }
+
+    #[test]
+    fn a_short_form_becomes_a_drive() {
+        assert_eq!(
+            moved(&["qemu", "-hdb", "a.img"], &disk("qcow2")).unwrap()[1..],
+            ["-drive", "media=disk,index=1,file=/new/b,format=qcow2"]
+        );
+    }
+
+    #[test]
+    fn nodes_keep_their_names_and_lose_what_was_below_them() {
+        let line = [
+            "qemu",
+            "-blockdev",
+            "driver=file,node-name=basefile,filename=/old/base",
+            "-blockdev",
+            "driver=raw,node-name=base,file=basefile",
+            "-blockdev",
+            r#"{"driver":"file","node-name":"prot","filename":"/old/a.img","cache":{"direct":true}}"#,
+            "-blockdev",
+            r#"{"driver":"qcow2","node-name":"fmt","file":"prot","backing":"base","lazy-refcounts":true}"#,
+            "-device",
+            "virtio-blk-pci,drive=fmt",
+        ];
+        let now = moved(&line, &disk("raw")).unwrap();
+        assert_eq!(now.len(), 7, "{now:?}");
+        let read = |at: usize| serde_json::from_str::<Value>(&now[at]).unwrap();
+        assert_eq!(
+            (read(2), read(4)),
+            (
+                json!({"driver": "file", "node-name": "prot", "filename": "/new/b", "cache": {"direct": true}}),
+                json!({"driver": "raw", "node-name": "fmt", "file": "prot"})
+            )
+        );
+    }
+
+    #[test]
+    fn a_node_with_its_file_in_it_is_rewritten_as_well() {
+        let line = [
+            "qemu",
+            "-blockdev",
+            "qcow2,node-name=fmt,file.driver=file,file.filename=/old/a.img",
+        ];
+        let device = MovedDisk {
+            is_block_device: true,
+            ..disk("raw")
+        };
+        assert_eq!(
+            moved(&line, &device).unwrap()[2],
+            "node-name=fmt,file.filename=/new/b,file.driver=host_device,driver=raw"
+        );
+    }
+
+    #[test]
+    fn a_line_that_does_not_name_the_disk_is_not_changed() {
+        let line = [
+            "qemu",
+            "-drive",
+            "file=/old/other.img",
+            "-blockdev",
+            "driver=file,node-name=x,filename=/y",
+        ];
+        assert_eq!(moved(&line, &disk("raw")), None);
+        let only_file = [
+            "qemu",
+            "-blockdev",
+            "driver=file,node-name=prot,filename=/old/a.img",
+        ];
+        assert_eq!(moved(&only_file, &disk("qcow2")), None);
+        assert!(moved(&only_file, &disk("raw")).is_some());
+    }
+}

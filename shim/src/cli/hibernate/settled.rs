@@ -99,7 +99,6 @@ fn in_an_image(
 /// The same of a snapshot, whose guest may have done anything since.
 fn as_snapshot(made: Hibernated) -> Snapshot {
     Snapshot {
-        live: None,
         result: SnapshotTag::Snapshot,
         image: made.image,
         image_id: made.image_id,

@@ -6,11 +6,13 @@ use std::fs::{self, File};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use dormouse_storage::image::WakeNote;
 use dormouse_storage::{
     ByteCount, Image, ImageError, ImageState, MemoryFile, Mismatch, PageContent, Progress, Recording, Run,
     try_write_precopy,
 };
 use fixture::{Laboratory, MIB, PAGE, SMALL_BLOCKS, noise, read_all, small_page, working};
+use uuid::Uuid;
 
 #[test]
 fn ram_comes_back_byte_by_byte_with_its_holes_and_an_odd_end() {
@@ -227,6 +229,32 @@ fn an_image_that_holds_a_guest_is_never_replaced() {
             .mark(state)
             .unwrap();
     }
+}
+
+#[test]
+fn what_a_wake_notes_lasts_until_the_image_is_sealed_again() {
+    let laboratory = Laboratory::new();
+    drop(laboratory.sealed());
+    let note = WakeNote {
+        wake: Uuid::from_u128(7),
+        disks_forced: true,
+    };
+    let mut image = Image::open_locked(&laboratory.target()).unwrap();
+    image.set_note(note);
+    image.mark(ImageState::Waking).unwrap();
+    drop(image);
+    let mut image = Image::open_locked(&laboratory.target()).unwrap();
+    assert_eq!(image.note(), note);
+    image.mark(ImageState::Sealed).unwrap();
+    drop(image);
+    let mut image = Image::open_locked(&laboratory.target()).unwrap();
+    assert_eq!(image.note(), WakeNote::default());
+    image.set_note(note);
+    for state in [ImageState::Waking, ImageState::Consumed] {
+        image.mark(state).unwrap();
+    }
+    drop(image);
+    assert_eq!(Image::open(&laboratory.target()).unwrap().note(), note);
 }
 
 #[test]

@@ -3,7 +3,7 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on ends there")]
 
-use std::{ffi::OsString, fs, path::Path};
+use std::{ffi::OsString, fs, io::Write, path::Path};
 
 use dormouse_tests::{Guest, QemuBuild, Scene, StandIn, faults, until};
 use rustix::process::Pid;
@@ -300,4 +300,48 @@ fn the_image_of_a_guest_that_was_booted_cold_does_not_wake() {
         outcome.stderr
     );
     expect_sealed(&scene, &image);
+}
+
+#[test]
+fn a_guest_is_woken_on_disks_that_changed_when_that_is_forced_which_is_told_and_remembered() {
+    for mode in ["map", "eager"] {
+        let scene = Scene::new(QemuBuild::V10_0);
+        let image = scene.hibernated();
+        let mut disk = fs::File::options().append(true).open(scene.guest.disk()).unwrap();
+        disk.write_all(&[0; 512]).unwrap();
+        drop(disk);
+        expect_refused(&scene, &image, &["--mode", mode], &["had", "bytes and has now"]);
+        let ticks = scene.guest.counters().len();
+        let options = ["--mode", mode, "--force-disks", "--keep-image", "--json"];
+        let mut woken = scene.dormouse.wake("guest", &image, &options);
+        scene.guest.wait_for_ticks(ticks + 20);
+        let status = until("its status", || {
+            let status = scene.dormouse.status("guest");
+            (status.exit_code() == Some(0)).then(|| status.result())
+        });
+        let forced = status["woken"]["forced_disks"].as_array().unwrap();
+        // The file, and then QEMU's view of it.
+        assert_eq!(forced.len(), 2, "{status}");
+        assert!(woken.log().contains("--force-disks"), "{}", woken.log());
+        woken.terminate();
+        let inspected = scene.dormouse.image("inspect", &image, &["--json"]);
+        let inspected = inspected.expect_success().result();
+        assert_eq!(
+            (&inspected["state"], &inspected["disks_forced"]),
+            (&"consumed".into(), &true.into())
+        );
+    }
+}
+
+#[test]
+fn forcing_where_nothing_differs_leaves_no_trace() {
+    let scene = Scene::new(QemuBuild::V10_0);
+    let image = scene.hibernated();
+    let mut woken = scene
+        .dormouse
+        .wake("guest", &image, &["--force-disks", "--keep-image"]);
+    scene.guest.wait_for_more_ticks();
+    woken.terminate();
+    let inspected = scene.dormouse.image("inspect", &image, &["--json"]);
+    assert_eq!(inspected.expect_success().result()["disks_forced"], false);
 }

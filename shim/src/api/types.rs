@@ -168,6 +168,9 @@ pub struct Woken {
     pub start_to_running_ms: f64,
     /// How long each phase took, in milliseconds.
     pub timings_ms: BTreeMap<String, f64>,
+    /// What differed of the disks, and was let through by `--force-disks`.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub forced_disks: Vec<String>,
     /// What was done for the guest once it ran.
     #[serde(default)]
     pub follow_up: FollowUp,
@@ -601,7 +604,11 @@ impl Woken {
             "; its clock was set"
         } else {
             ""
-        }
+        } + &self
+            .forced_disks
+            .iter()
+            .map(|what| format!("; in spite of its disks (--force-disks): {what}"))
+            .collect::<String>()
     }
 }
 
@@ -635,6 +642,7 @@ impl From<wake::Report> for Woken {
             operation: None,
             mode: report.mode,
             start_to_running_ms: report.start_to_running_ms,
+            forced_disks: report.forced_disks,
             follow_up: report.follow_up,
             timings_ms: by_name(&report.timings_ms),
         }

@@ -234,6 +234,10 @@ struct WakeArguments {
     /// other disks than those that its guest went on with
     #[arg(long)]
     disks_as_saved: bool,
+    /// Wake the guest although its disks were written since the save, or are other disks: it will write what its memory
+    /// holds of them over what is there now. What differs is logged, told, and noted in the image
+    #[arg(long)]
+    force_disks: bool,
     /// Check every chunk of RAM first, also in a mode that would not
     #[arg(long)]
     verify: bool,

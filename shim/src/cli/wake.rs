@@ -47,6 +47,7 @@ pub async fn wake(arguments: WakeArguments, state: &StateDir, report: &Report) -
         paused: arguments.paused,
         verify: arguments.verify,
         disks_as_saved: arguments.disks_as_saved,
+        force_disks: arguments.force_disks,
         changes: arguments.changes,
         key: arguments.key.read()?,
         feed: FeedWish {

@@ -62,7 +62,7 @@ pub use random::RandomReader;
 pub use reader::{Image, Unmappable, Usage};
 pub use sealed::{CompleteImage, SealedImage};
 pub use state::ImageState;
-pub use superblock::FORMAT_VERSION;
+pub use superblock::{FORMAT_VERSION, WakeNote};
 pub use trial::{Trial, try_volume};
 pub use verify::Verified;
 pub(crate) use workers::for_each_chunk;

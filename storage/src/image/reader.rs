@@ -23,7 +23,9 @@ use super::pages::Pages;
 use super::random::RandomReader;
 use super::sealed::SealedImage;
 use super::state::ImageState;
-use super::superblock::{Area, COPY_BYTES, COPY_OFFSETS, FORMAT_1, FORMAT_VERSION, Superblock, Superblocks};
+use super::superblock::{
+    Area, COPY_BYTES, COPY_OFFSETS, FORMAT_1, FORMAT_VERSION, Superblock, Superblocks, WakeNote,
+};
 use super::workers::for_each_chunk;
 use crate::memory::{MemoryError, PAGE_BYTES};
 use crate::sys::DirectFile;
@@ -324,6 +326,17 @@ impl Image {
         Ok(())
     }
 
+    /// What the wake that marked it noted.
+    pub fn note(&self) -> WakeNote {
+        self.superblock.note
+    }
+
+    /// Sets what the mark of a wake will tell beside the state: written by [`Image::mark`], in the same step. An image that
+    /// is sealed again tells nothing of the wake that failed.
+    pub fn set_note(&mut self, note: WakeNote) {
+        self.superblock.note = note;
+    }
+
     /// Changes the state, durably: after `Ok` no crash brings the old one back.
     ///
     /// # Errors
@@ -345,9 +358,14 @@ impl Image {
                 path: self.path.clone(),
             });
         }
+        let note = match state {
+            ImageState::Sealed => WakeNote::default(),
+            _ => self.superblock.note,
+        };
         let changed = Superblock {
             state,
             generation: self.superblock.generation + 1,
+            note,
             ..self.superblock.clone()
         };
         let other = 1 - self.copy;

@@ -10,16 +10,18 @@
 //!   48  chunk table   \
 //!   72  device state   } each u64 offset | u64 length | u32 CRC-32 | u32 zero
 //!   96  manifest      /
-//!  120  u32 flags (bit 0: zero chunks read as zeros at their places)
+//!  120  u32 flags (bit 0: zero chunks read as zeros at their places; bit 1: woken although its disks differed)
 //!  124  u32 cipher (0 none, 1 AES-256-GCM)
 //!  128  salt of the cipher's key (32 bytes)
 //!  160  what the right key makes of it (16 bytes): tells a wrong key at once
-//!  176  zero
+//!  176  id of the wake that marked it (UUID; zero: not told)
+//!  192  zero
 //! 4092  u32 CRC-32 of bytes 0..4092
 //! ```
 //!
 //! Format 1 ends with the manifest's place: it has no cipher, and being a file, its zeros are zeros. An
-//! image of format 1 stays one when its state changes.
+//! image of format 1 stays one when its state changes. What a wake notes (bit 1, its id) stands at the same places
+//! in each format, and a reader that does not know it passes it by.
 //!
 //! Magic, version and CRC keep their places in every format to come, so that any version can tell
 //! "newer" from "damaged".
@@ -57,6 +59,9 @@ pub(super) const FORMAT_1: u32 = 1;
 
 /// Chunks that were zero read as zeros at their places.
 const FLAG_ZEROS_READ_AS_ZEROS: u32 = 1;
+
+/// The wake was let through although the disks were not those of the save.
+const FLAG_DISKS_FORCED: u32 = 2;
 
 /// Length of one copy.
 pub(crate) const COPY_BYTES: usize = 4096;
@@ -98,6 +103,18 @@ pub(crate) struct Superblock {
     pub(super) zeros_read_as_zeros: bool,
     /// How its content is encrypted, if it is.
     pub(super) encryption: Option<Encryption>,
+    /// What the wake that marked it noted.
+    pub(super) note: WakeNote,
+}
+
+/// What a wake notes in the image that it marks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct WakeNote {
+    /// Which wake it was, so that whoever ends it after a crash takes no other wake's mark for its own; nil if that is
+    /// not told.
+    pub wake: Uuid,
+    /// Whether it was let through although the disks were not as they were at the save.
+    pub disks_forced: bool,
 }
 
 /// What is kept in the open about a cipher's key.
@@ -124,13 +141,16 @@ impl Superblock {
             put(at + 8, &area.length.to_le_bytes());
             put(at + 16, &area.crc32.to_le_bytes());
         }
+        let mut flags = 0;
+        if self.format > FORMAT_1 && self.zeros_read_as_zeros {
+            flags |= FLAG_ZEROS_READ_AS_ZEROS;
+        }
+        if self.note.disks_forced {
+            flags |= FLAG_DISKS_FORCED;
+        }
+        put(120, &flags.to_le_bytes());
+        put(176, self.note.wake.as_bytes());
         if self.format > FORMAT_1 {
-            let flags = if self.zeros_read_as_zeros {
-                FLAG_ZEROS_READ_AS_ZEROS
-            } else {
-                0
-            };
-            put(120, &flags.to_le_bytes());
             if let Some(encryption) = &self.encryption {
                 put(124, &CIPHER_AES_256_GCM.to_le_bytes());
                 put(128, &encryption.salt);
@@ -260,7 +280,8 @@ impl Copy {
         let Some(state) = state_of(u32_at(copy, 12)).filter(|_| format >= FORMAT_1) else {
             return Self::Torn;
         };
-        let zeros_read_as_zeros = format == FORMAT_1 || u32_at(copy, 120) & FLAG_ZEROS_READ_AS_ZEROS != 0;
+        let flags = u32_at(copy, 120);
+        let zeros_read_as_zeros = format == FORMAT_1 || flags & FLAG_ZEROS_READ_AS_ZEROS != 0;
         let encryption = match u32_at(copy, 124) {
             0 => None,
             CIPHER_AES_256_GCM => Some(Encryption {
@@ -286,6 +307,10 @@ impl Copy {
             manifest: area(96),
             zeros_read_as_zeros,
             encryption,
+            note: WakeNote {
+                wake: Uuid::from_bytes(bytes_at(copy, 176)),
+                disks_forced: flags & FLAG_DISKS_FORCED != 0,
+            },
         })
     }
 }
@@ -336,6 +361,7 @@ pub(crate) fn beginning(id: Uuid, chunk_bytes: u32) -> Superblock {
         manifest: Area::default(),
         zeros_read_as_zeros: false,
         encryption: None,
+        note: WakeNote::default(),
     }
 }
 
@@ -421,6 +447,23 @@ mod tests {
             assert_eq!(read, Superblocks::Valid { current, copy: 0 });
         }
         assert!(first.encode()[120..CRC_AT].iter().all(|byte| *byte == 0));
+    }
+
+    #[test]
+    fn what_a_wake_noted_comes_back_in_every_format() {
+        for format in [FORMAT_1, FORMAT_VERSION] {
+            let current = Superblock {
+                format,
+                zeros_read_as_zeros: format == FORMAT_1,
+                note: WakeNote {
+                    wake: Uuid::from_u128(9),
+                    disks_forced: true,
+                },
+                ..superblock(ImageState::Waking, 3)
+            };
+            let read = Superblocks::read([&current.encode(), &[]]);
+            assert_eq!(read, Superblocks::Valid { current, copy: 0 });
+        }
     }
 
     #[test]

@@ -36,6 +36,7 @@ pub fn inspect(path: &Path, report: &Report) -> Result<ExitCode, Failure> {
         "format": image.format(),
         "state": image.state().to_string(),
         "snapshot": manifest.guest.went_on,
+        "disks_forced": image.note().disks_forced,
         "held_by": held_by,
         "age_seconds": age_of(manifest).map(|age| age.as_secs()),
         "ram_bytes": image.layout().ram().0,
@@ -111,6 +112,12 @@ fn describe(image: &Image, usage: &Usage, held_by: Option<u32>) -> String {
     );
     for disk in &manifest.disks {
         line("disk", describe_disk(disk));
+    }
+    if image.note().disks_forced {
+        line(
+            "forced",
+            "its guest was woken although its disks were not as they were at the save".to_owned(),
+        );
     }
     if manifest.command_line.is_none() {
         line("start", "not known: this image cannot be woken".to_owned());

@@ -33,6 +33,8 @@ pub struct Request {
     /// Whether the disks of a snapshot are known to be as they were at the snapshot, and not those that its guest went on
     /// with.
     pub disks_as_saved: bool,
+    /// Whether the guest is woken although its disks are not as they were at the save.
+    pub force_disks: bool,
     /// Arguments for QEMU after the recorded ones.
     pub changes: Vec<String>,
     /// The image's key, if it is encrypted.
@@ -72,6 +74,8 @@ pub struct Report {
     pub timings_ms: Vec<(machine::Phase, f64)>,
     /// From QEMU's start to a guest that runs (or is ready, when it stays paused), in milliseconds.
     pub start_to_running_ms: f64,
+    /// What differed of the disks and was let through.
+    pub forced_disks: Vec<String>,
     /// What was done for the guest once it ran.
     pub follow_up: follow_up::FollowUp,
 }

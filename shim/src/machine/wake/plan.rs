@@ -29,6 +29,8 @@ pub struct Plan {
     pub placed: Vec<(String, ByteCount)>,
     /// Whether the guest ran when it was saved.
     pub was_running: bool,
+    /// What differs of the disks and was let through.
+    pub forced_disks: Vec<String>,
 }
 
 /// The image has to be one that was never woken.
@@ -53,7 +55,7 @@ pub async fn plan(image: &Image, request: &Request, scratch: &Path) -> Result<Pl
     if !request.disks_as_saved {
         snapshot::check_disks_apart(manifest)?;
     }
-    disks::check_unchanged(&manifest.disks)?;
+    let forced = unless_forced(disks::check_unchanged(&manifest.disks), request.force_disks)?;
     let recorded = manifest.command_line.as_ref().ok_or_else(|| {
         Failure::new(
             Code::Refused,
@@ -109,7 +111,23 @@ pub async fn plan(image: &Image, request: &Request, scratch: &Path) -> Result<Pl
             .unwrap_or_else(|| PathBuf::from("/")),
         placed,
         was_running: manifest.guest.state_when_saved == SavedState::Running,
+        forced_disks: forced.into_iter().collect(),
     })
+}
+
+/// What a comparison of disks found is a refusal, or, where it is forced, something to be told and remembered.
+pub fn unless_forced(compared: Result<(), Failure>, force: bool) -> Result<Option<String>, Failure> {
+    match compared {
+        Ok(()) => Ok(None),
+        Err(failure) if force && failure.code == Code::Refused => {
+            tracing::warn!(
+                "the guest is woken all the same (--force-disks): {}",
+                failure.message
+            );
+            Ok(Some(failure.message))
+        }
+        Err(failure) => Err(failure),
+    }
 }
 
 impl Plan {

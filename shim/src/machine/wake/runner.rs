@@ -5,9 +5,11 @@ use std::pin::pin;
 use std::sync::Arc;
 
 use dormouse_qmp::view::machine::RunState;
+use dormouse_storage::image::WakeNote;
 use dormouse_storage::{Image, ImageState, MemoryFile, Progress, Run, WORKER_THREADS};
 use tokio::sync::{mpsc, watch};
 use tokio::time::Instant;
+use uuid::Uuid;
 
 use super::feeding::FeedRecord;
 use super::follow_up::{FollowUp, follow_up};
@@ -15,7 +17,7 @@ use super::guard;
 use super::lazy::{self, Feed};
 use super::load::load;
 use super::machine::{Effect, Input, Machine, Phase};
-use super::plan::{Plan, check_state, plan};
+use super::plan::{Plan, check_state, plan, unless_forced};
 use super::{Mode, Report, Request, resume};
 use crate::error::{Code, Failure, sentence};
 use crate::machine::effect::{blocking, milliseconds, out_of_order};
@@ -268,7 +270,12 @@ impl<'a> Work<'a> {
         let client = self.qemu()?.client();
         guard::check_machine(image.manifest(), client).await?;
         let present = disks::present(client, &plan.directory).await?;
-        disks::check_same(&image.manifest().disks, &present)
+        let compared = disks::check_same(&image.manifest().disks, &present);
+        let forced = unless_forced(compared, self.request.force_disks)?;
+        if let Some(plan) = &mut self.plan {
+            plan.forced_disks.extend(forced);
+        }
+        Ok(())
     }
 
     async fn load(&mut self) -> Result<(), Failure> {
@@ -335,6 +342,15 @@ impl<'a> Work<'a> {
     }
 
     async fn mark_waking(&mut self) -> Result<(), Failure> {
+        if let Some(image) = &mut self.image {
+            image.set_note(WakeNote {
+                wake: Uuid::nil(),
+                disks_forced: self
+                    .plan
+                    .as_ref()
+                    .is_some_and(|plan| !plan.forced_disks.is_empty()),
+            });
+        }
         self.mark(ImageState::Waking).await?;
         // That may have taken long. A QEMU that is gone before it was told to run has surely not run its guest, and the
         // mark is taken back; once it was told, nobody can say.
@@ -419,6 +435,7 @@ impl<'a> Work<'a> {
                 mode: plan.mode,
                 timings_ms: self.timings_ms,
                 start_to_running_ms: self.start_to_running_ms,
+                forced_disks: plan.forced_disks,
                 follow_up: self.follow_up,
             },
             qemu,

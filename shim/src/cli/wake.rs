@@ -60,6 +60,8 @@ pub async fn wake(arguments: WakeArguments, state: &StateDir, report: &Report) -
         monitor_socket: &state.monitor_socket(&name),
         ram_directory: ram_dir,
         progress: Arc::default(),
+        wakes: &state.wakes(),
+        vm_name: &name,
         started: &|pid, command_line| directory.record(pid, command_line, None),
     };
     let woken = match wake_unless_signalled(request, surroundings, &mut signals, report).await {

@@ -150,12 +150,10 @@ impl Superblock {
         }
         put(120, &flags.to_le_bytes());
         put(176, self.note.wake.as_bytes());
-        if self.format > FORMAT_1 {
-            if let Some(encryption) = &self.encryption {
-                put(124, &CIPHER_AES_256_GCM.to_le_bytes());
-                put(128, &encryption.salt);
-                put(160, &encryption.check);
-            }
+        if let Some(encryption) = &self.encryption {
+            put(124, &CIPHER_AES_256_GCM.to_le_bytes());
+            put(128, &encryption.salt);
+            put(160, &encryption.check);
         }
         let crc32 = crc32fast::hash(&copy[..CRC_AT]);
         copy[CRC_AT..].copy_from_slice(&crc32.to_le_bytes());

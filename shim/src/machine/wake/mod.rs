@@ -9,7 +9,8 @@ pub mod machine;
 #[cfg(test)]
 mod machine_model;
 pub mod plan;
-mod resume;
+pub mod record;
+pub mod resume;
 pub mod runner;
 pub mod snapshot;
 

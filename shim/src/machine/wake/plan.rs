@@ -40,7 +40,9 @@ pub fn check_state(image: &Image) -> Result<(), Failure> {
         ImageState::Sealed => return Ok(()),
         ImageState::Writing => format!("{path} was never completed"),
         ImageState::Waking => {
-            format!("{path} is being woken, or its wake ended in between: its guest may have run since")
+            format!(
+                "{path} is being woken, or its wake ended in between: its guest may have run since, which `dormouse recover` finds out"
+            )
         }
         ImageState::Consumed => {
             format!("{path} was woken already; its guest has run since and must not run again from it")

@@ -48,6 +48,7 @@ pub async fn wake(arguments: WakeArguments, state: &StateDir, report: &Report) -
         verify: arguments.verify,
         disks_as_saved: arguments.disks_as_saved,
         force_disks: arguments.force_disks,
+        other_disks: arguments.disks,
         changes: arguments.changes,
         key: arguments.key.read()?,
         feed: FeedWish {

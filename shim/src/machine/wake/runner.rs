@@ -285,7 +285,7 @@ impl<'a> Work<'a> {
         let client = self.qemu()?.client();
         guard::check_machine(image.manifest(), client).await?;
         let present = disks::present(client, &plan.directory).await?;
-        let compared = disks::check_same(&image.manifest().disks, &present);
+        let compared = disks::check_same(&plan.disks, &present);
         let forced = unless_forced(compared, self.request.force_disks)?;
         if let Some(plan) = &mut self.plan {
             plan.forced_disks.extend(forced);
@@ -482,13 +482,7 @@ impl<'a> Work<'a> {
 
     /// How the guest is started from now on: what was changed at this wake stays.
     fn command_line(&self) -> Result<Vec<String>, Failure> {
-        let mut command_line = self
-            .planned()?
-            .1
-            .manifest()
-            .command_line
-            .clone()
-            .unwrap_or_default();
+        let mut command_line = self.planned()?.0.recorded.clone();
         command_line.extend_from_slice(&self.request.changes);
         Ok(command_line)
     }

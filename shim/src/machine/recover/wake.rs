@@ -110,7 +110,9 @@ impl Facts {
             // Before it was told to run, a QEMU that waits for its memory may not answer.
             (Point::Marked, Mark::Sealed | Mark::Waking, Qemu::Silent) if self.is_fed => Undo,
             (_, _, Qemu::Silent) => Ask(Doubt::Silent),
-            (_, Mark::Sealed | Mark::Waking | Mark::NotThere, Qemu::Runs) if self.is_fed => LeaveToFeed,
+            // It would be left beside an image that could be woken, or that would not feed it any more.
+            (_, Mark::Sealed, Qemu::Runs) if self.is_fed => Ask(Doubt::Unexpected),
+            (_, Mark::Waking | Mark::NotThere, Qemu::Runs) if self.is_fed => LeaveToFeed,
             (Point::Continuing, Mark::Waking, Qemu::Waits | Qemu::Stopped) if self.is_fed => LeaveToFeed,
 
             (_, Mark::Used | Mark::Others, Qemu::Gone) => Over,
@@ -245,6 +247,15 @@ mod tests {
                 !matches!(facts.verdict(), Verdict::Finish { .. }),
                 "{facts:?}: it has not all of its memory"
             );
+        }
+    }
+
+    #[test]
+    fn no_guest_is_left_running_beside_an_image_that_could_be_woken() {
+        for facts in all().filter(|facts| facts.image == Mark::Sealed && facts.qemu == Qemu::Runs) {
+            let verdict = facts.verdict();
+            let is_marked = verdict == Verdict::Finish { run: false };
+            assert!(is_marked || matches!(verdict, Verdict::Ask(_)), "{facts:?}");
         }
     }
 

@@ -142,6 +142,19 @@ impl Dormouse {
             .collect()
     }
 
+    /// The records of wakes: each one's name, and what it says.
+    pub fn wakes(&self) -> Vec<(PathBuf, Value)> {
+        let entries = fs::read_dir(self.state_dir.join(".wakes"));
+        let paths = entries.into_iter().flatten().flatten().map(|entry| entry.path());
+        let records = paths.filter(|path| path.extension() == Some(OsStr::new("json")));
+        records
+            .filter_map(|path| {
+                let record = serde_json::from_slice(&fs::read(&path).ok()?).ok()?;
+                Some((path, record))
+            })
+            .collect()
+    }
+
     /// Hibernates the QEMU behind the monitor at `socket` to `image`, without a supervisor.
     pub fn hibernate_by_monitor(&self, socket: &Path, image: &Path) -> Outcome {
         self.finish(self.start_hibernating_by_monitor(socket, image, &[]))

@@ -20,33 +20,38 @@ pub struct SmallVolume {
 impl SmallVolume {
     /// A volume of `mib` MiB, file system included.
     pub fn new(lab: &Lab, mib: u64) -> Self {
-        let backing = lab.path("small-volume.ext4");
+        Self::named(lab, "small-volume", mib)
+    }
+
+    /// The same beside others.
+    pub fn named(lab: &Lab, name: &str, mib: u64) -> Self {
+        let backing = lab.path(&format!("{name}.ext4"));
         let file = File::create(&backing).expect("the volume's file can be made");
         file.set_len(mib << 20).expect("the volume's file can be sized");
-        Self::over(lab, &backing, &["-o", "loop"])
+        must_run(
+            Command::new("mkfs.ext4")
+                .args(["-q", "-F", "-m", "0"])
+                .arg(&backing),
+        );
+        Self::mounted(lab.path(name), &backing, &["-o", "loop"])
     }
 
     /// A volume on a device, all of which it takes.
     pub fn on(lab: &Lab, device: &Path) -> Self {
-        Self::over(lab, device, &[])
+        must_run(
+            Command::new("mkfs.ext4")
+                .args(["-q", "-F", "-m", "0"])
+                .arg(device),
+        );
+        Self::mounted(lab.path("small-volume"), device, &[])
     }
 
     /// What is in a file that was a volume before.
     pub fn found_in(lab: &Lab, file: &Path) -> Self {
-        Self::mounted(lab, file, &["-o", "loop"])
+        Self::mounted(lab.path("small-volume"), file, &["-o", "loop"])
     }
 
-    fn over(lab: &Lab, backing: &Path, options: &[&str]) -> Self {
-        must_run(
-            Command::new("mkfs.ext4")
-                .args(["-q", "-F", "-m", "0"])
-                .arg(backing),
-        );
-        Self::mounted(lab, backing, options)
-    }
-
-    fn mounted(lab: &Lab, backing: &Path, options: &[&str]) -> Self {
-        let mount_point = lab.path("small-volume");
+    fn mounted(mount_point: PathBuf, backing: &Path, options: &[&str]) -> Self {
         fs::create_dir(&mount_point).expect("the mount point can be made");
         must_run(Command::new("mount").args(options).args([backing, &mount_point]));
         Self { mount_point }

@@ -51,6 +51,13 @@ impl Monitor {
         }
     }
 
+    /// Runs one command and waits until QEMU has told of `event`.
+    pub fn execute_until(&mut self, command: &str, event: &str) {
+        let line = json!({ "execute": command });
+        writeln!(self.stream.get_mut(), "{line}").expect("QEMU reads its monitor");
+        while self.read()["event"] != event {}
+    }
+
     /// QEMU's run state, such as `running` or `paused`.
     pub fn status(&mut self) -> String {
         let status = self.execute("query-status", json!({}));

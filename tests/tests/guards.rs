@@ -8,6 +8,7 @@ use std::{ffi::OsString, fs, io::Write, path::Path};
 use dormouse_tests::{Guest, QemuBuild, Scene, StandIn, faults, until};
 use rustix::process::Pid;
 
+const USAGE: i32 = 2;
 const REFUSED: i32 = 3;
 
 /// The wake is refused in these words, its QEMU is gone, and nothing has happened to guest and image.
@@ -344,4 +345,44 @@ fn forcing_where_nothing_differs_leaves_no_trace() {
     woken.terminate();
     let inspected = scene.dormouse.image("inspect", &image, &["--json"]);
     assert_eq!(inspected.expect_success().result()["disks_forced"], false);
+}
+
+#[test]
+fn a_guest_wakes_on_its_disk_elsewhere_and_stays_there() {
+    for mode in ["map", "eager", "stream"] {
+        let scene = Scene::new(QemuBuild::V10_0);
+        let image = scene.hibernated();
+        let elsewhere = scene.lab.path("elsewhere.img");
+        fs::rename(scene.guest.disk(), &elsewhere).unwrap();
+        expect_refused(&scene, &image, &["--mode", mode], &["is missing"]);
+        let old = scene.guest.disk().to_string_lossy().into_owned();
+        for name in ["ide0-hd0", &old] {
+            let unchanged = scene.lab.path("changed.img");
+            fs::copy(&elsewhere, &unchanged).unwrap();
+            let wish = format!("{name}={}", unchanged.display());
+            expect_refused(
+                &scene,
+                &image,
+                &["--disk", &wish],
+                &["was written since the save"],
+            );
+            fs::remove_file(&unchanged).unwrap();
+        }
+        let unknown = scene.dormouse.try_wake("guest", &image, &["--disk", "nobody=/x"]);
+        let unknown = unknown.expect_exit(USAGE);
+        assert!(unknown.stderr.contains("disk ide0-hd0"), "{unknown:#?}");
+        expect_sealed(&scene, &image);
+
+        let wish = format!("ide0-hd0={}", elsewhere.display());
+        let mut woken = scene
+            .dormouse
+            .wake("guest", &image, &["--mode", mode, "--disk", &wish]);
+        scene.guest.wait_for_more_ticks();
+        let again = scene.lab.path("again.image");
+        scene.dormouse.hibernate("guest", &again).expect_success();
+        woken.wait_for_end();
+        // What is recorded is the new place.
+        expect_to_wake(&scene, &again);
+        assert!(!scene.guest.disk().exists());
+    }
 }

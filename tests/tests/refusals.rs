@@ -80,6 +80,100 @@ fn a_flipped_bit_of_the_manifest_is_refused_by_every_wake() {
 }
 
 #[test]
+fn an_image_of_a_newer_format_and_what_is_no_image_are_told_apart() {
+    let scene = Scene::new(QemuBuild::V10_0);
+    let image = scene.hibernated();
+    let whole = fs::read(&image).unwrap();
+    let mut newer = whole.clone();
+    for copy in newer[..8192].chunks_exact_mut(4096) {
+        copy[8..12].copy_from_slice(&99_u32.to_le_bytes());
+        let crc32 = crc32fast::hash(&copy[..4092]);
+        copy[4092..].copy_from_slice(&crc32.to_le_bytes());
+    }
+    for (content, words) in [
+        (&newer[..], "has format 99, this version reads up to"),
+        (&vec![7; 1 << 20], "not a Dormouse image"),
+        (&[], "not a Dormouse image"),
+    ] {
+        fs::write(&image, content).unwrap();
+        for mode in ["map", "eager", "lazy", "stream"] {
+            expect_refused_wake(&scene, &image, mode);
+        }
+        for told in [
+            scene.dormouse.try_wake("guest", &image, &[]),
+            scene.dormouse.image("verify", &image, &[]),
+            scene.dormouse.image("inspect", &image, &[]),
+        ] {
+            let told = told.expect_exit(IMAGE_INVALID);
+            assert!(told.stderr.contains(words), "{told:#?}");
+        }
+    }
+    fs::write(&image, whole).unwrap();
+    let _woken = scene.dormouse.wake("guest", &image, &["--mode", "eager"]);
+    scene.guest.wait_for_more_ticks();
+}
+
+#[test]
+fn an_image_that_somebody_holds_does_not_wake() {
+    let scene = Scene::new(QemuBuild::V10_0);
+    let image = scene.hibernated();
+    let held = fs::File::open(&image).unwrap();
+    held.lock().unwrap();
+    for mode in ["map", "eager"] {
+        let refused = scene.dormouse.try_wake("guest", &image, &["--mode", mode]);
+        let refused = refused.expect_exit(REFUSED);
+        assert!(
+            refused.stderr.contains("in use by another process"),
+            "{refused:#?}"
+        );
+    }
+    drop(held);
+    let _woken = scene.dormouse.wake("guest", &image, &["--mode", "eager"]);
+    scene.guest.wait_for_more_ticks();
+}
+
+#[test]
+fn a_disk_that_is_missing_or_has_another_size_keeps_its_guest_asleep() {
+    let scene = Scene::new(QemuBuild::V10_0);
+    let image = scene.hibernated();
+    let disk = scene.guest.disk();
+    let away = scene.lab.path("away.img");
+    let resize = |bytes: u64| {
+        fs::File::options()
+            .write(true)
+            .open(disk)
+            .unwrap()
+            .set_len(bytes)
+            .unwrap()
+    };
+    let refused = |words: &str| {
+        let ticks = scene.guest.counters().len();
+        for mode in ["map", "eager", "lazy", "stream"] {
+            let outcome = scene.dormouse.try_wake("guest", &image, &["--mode", mode]);
+            let outcome = outcome.expect_exit(REFUSED);
+            assert!(outcome.stderr.contains(words), "{outcome:#?}");
+        }
+        scene.lab.wait_for_no_qemu();
+        assert_eq!(scene.guest.counters().len(), ticks, "the guest must not have run");
+    };
+    fs::rename(disk, &away).unwrap();
+    refused("is missing");
+    fs::rename(&away, disk).unwrap();
+    let metadata = fs::metadata(disk).unwrap();
+    resize(metadata.len() + 512);
+    refused("bytes and has now");
+    resize(metadata.len());
+    fs::File::options()
+        .write(true)
+        .open(disk)
+        .unwrap()
+        .set_modified(metadata.modified().unwrap())
+        .unwrap();
+    let _woken = scene.dormouse.wake("guest", &image, &["--mode", "eager"]);
+    scene.guest.wait_for_more_ticks();
+}
+
+#[test]
 fn an_image_wakes_once() {
     let scene = Scene::new(QemuBuild::V10_0);
     let image = scene.hibernated();

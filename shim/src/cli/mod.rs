@@ -26,6 +26,7 @@ use uuid::Uuid;
 
 use crate::error::{Code, Failure};
 use crate::machine::wake::Mode;
+use crate::machine::wake::other_disks::OtherDisk;
 use crate::supervisor::request_queue::Priority;
 use crate::supervisor::state_dir::StateDir;
 use crate::supervisor::{Ended, ending};
@@ -238,6 +239,10 @@ struct WakeArguments {
     /// other disks than those that its guest went on with
     #[arg(long)]
     disks_as_saved: bool,
+    /// A disk that lies elsewhere than at the save: the id of its device, drive or node, or its old file, and where it is
+    /// now. It must hold what it held at the save; may be repeated
+    #[arg(long = "disk", value_name = "ID=PATH")]
+    disks: Vec<OtherDisk>,
     /// Wake the guest although its disks were written since the save, or are other disks: it will write what its memory
     /// holds of them over what is there now. What differs is logged, told, and noted in the image
     #[arg(long)]

@@ -1,6 +1,7 @@
 //! `dormouse recover`: ends what was interrupted.
 
 mod volumes;
+pub mod wakes;
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -34,11 +35,12 @@ pub async fn recover(
         all = look(state, &wanted)?;
     }
     let moves = volumes::look(state, &wanted)?;
-    if all.is_empty() && moves.is_empty() {
+    let wakes = wakes::look(state, &wanted)?;
+    if all.is_empty() && moves.is_empty() && wakes.is_empty() {
         report.result(&json!({"operations": 0}), "nothing to recover");
         return Ok(ExitCode::SUCCESS);
     }
-    let mut worst: Option<Code> = None;
+    let mut worst = wakes::recover(wakes, state, &wanted, report).await;
     for found in all {
         match one(found, state, &wanted).await {
             Ok(Some(recovered)) => report.result(&recovered, &describe(&recovered)),
@@ -55,6 +57,7 @@ pub async fn recover(
 
 /// Before a VM of this name starts: what a killed supervisor left, and whose QEMU is gone as well, is swept up.
 pub async fn sweep(name: &str, state: &StateDir) {
+    wakes::sweep(name, state).await;
     volumes::sweep(name, state).await;
     for found in journal::find(&state.operations()).unwrap_or_default() {
         let Found::Interrupted(journal) = found else {
@@ -83,6 +86,7 @@ pub fn check_not_interrupted(image: &Path, state: &StateDir) -> Result<(), Failu
     let Ok(id) = Image::open(image).map(|image| image.id()) else {
         return Ok(());
     };
+    wakes::check_not_interrupted(id, state)?;
     for found in journal::find(&state.operations()).unwrap_or_default() {
         if let Found::Interrupted(journal) = found
             && journal.record().image_id == id

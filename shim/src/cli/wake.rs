@@ -48,6 +48,7 @@ pub async fn wake(arguments: WakeArguments, state: &StateDir, report: &Report) -
         verify: arguments.verify,
         disks_as_saved: arguments.disks_as_saved,
         force_disks: arguments.force_disks,
+        other_disks: arguments.disks,
         changes: arguments.changes,
         key: arguments.key.read()?,
         feed: FeedWish {
@@ -60,6 +61,8 @@ pub async fn wake(arguments: WakeArguments, state: &StateDir, report: &Report) -
         monitor_socket: &state.monitor_socket(&name),
         ram_directory: ram_dir,
         progress: Arc::default(),
+        wakes: &state.wakes(),
+        vm_name: &name,
         started: &|pid, command_line| directory.record(pid, command_line, None),
     };
     let woken = match wake_unless_signalled(request, surroundings, &mut signals, report).await {

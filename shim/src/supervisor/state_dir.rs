@@ -28,7 +28,7 @@ use tokio::time::Instant;
 
 use crate::error::{Code, Failure, GuestState};
 use crate::journal::{self, Found};
-use crate::machine::volume;
+use crate::machine::{volume, wake};
 use crate::vm::file_identity::FileIdentity;
 use crate::vm::process_identity::ProcessIdentity;
 use crate::vm::ram_home::RamHome;
@@ -103,6 +103,11 @@ impl StateDir {
         self.0.join(".moves")
     }
 
+    /// Where wakes are written down.
+    pub fn wakes(&self) -> PathBuf {
+        self.0.join(".wakes")
+    }
+
     /// Where it is kept what a QEMU that nobody supervises is made of, once its disks have moved.
     pub fn machine(&self, qemu: ProcessIdentity) -> PathBuf {
         self.0
@@ -125,10 +130,14 @@ impl StateDir {
     pub fn is_interrupted(&self, pid: u32) -> bool {
         let found = journal::find(&self.operations()).unwrap_or_default();
         let moves = journal::find_all::<volume::record::Record>(&self.moves()).unwrap_or_default();
+        let wakes = journal::find_all::<wake::record::Record>(&self.wakes()).unwrap_or_default();
         found
             .iter()
             .any(|found| matches!(found, Found::Interrupted(journal) if journal.record().qemu.pid == pid))
             || moves
+                .iter()
+                .any(|found| matches!(found, Found::Interrupted(journal) if journal.record().qemu.pid == pid))
+            || wakes
                 .iter()
                 .any(|found| matches!(found, Found::Interrupted(journal) if journal.record().qemu.pid == pid))
     }

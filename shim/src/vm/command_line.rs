@@ -55,6 +55,11 @@ const FLAGS: &[&str] = &[
     "jitdump",
 ];
 
+/// Whether the option `name`, without its dashes, is followed by its argument.
+pub fn takes_value(name: &str) -> bool {
+    !FLAGS.contains(&name)
+}
+
 /// A command line, split into its options.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CommandLine {
@@ -141,7 +146,7 @@ impl CommandLine {
                 }
             };
             let mut tokens = vec![token.clone()];
-            if !FLAGS.contains(&name) {
+            if takes_value(name) {
                 tokens.push(
                     rest.next()
                         .ok_or_else(|| CommandLineError::MissingArgument(name.to_owned()))?

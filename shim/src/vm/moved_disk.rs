@@ -3,12 +3,13 @@
 //! A wake starts what is recorded. A line that still named the old volume would start the guest on a disk that it has
 //! left, so the line is changed where it names it: a `-drive`, a short form such as `-hda`, or `-blockdev` nodes, in
 //! pairs or JSON. The names of nodes and drives stay, since devices refer to them; what is below a disk's format is left
-//! out, as the move has copied it.
+//! out, as the move has copied it. A disk that merely lies elsewhere keeps all but its path.
 
 use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value, json};
 
+use super::command_line::takes_value;
 use super::file_identity::FileIdentity;
 use super::options::Options;
 
@@ -21,8 +22,8 @@ pub struct MovedDisk {
     pub old_nodes: Vec<String>,
     /// Where it is.
     pub new: PathBuf,
-    /// In which format, in QEMU's word.
-    pub format: &'static str,
+    /// In which format, in QEMU's word; `None`: as before, and on what it was on, so that only its path is another.
+    pub format: Option<&'static str>,
     /// Whether that is a block device.
     pub is_block_device: bool,
     /// The size that a larger raw volume is pinned to.
@@ -54,6 +55,14 @@ pub fn rewritten(arguments: &[String], directory: &Path, disk: &MovedDisk) -> Op
             && let Some(index) = short_form(&option)
             && names_old(&line[at])
         {
+            if disk.format.is_none() {
+                line[at] = disk.new.to_string_lossy().into_owned();
+                return Some(line);
+            }
+            // Volumes that move are hard disks.
+            if index > 3 {
+                continue;
+            }
             let mut options = Options::parse("media=disk").unwrap_or_default();
             options.set("index", index.to_string());
             move_drive(&mut options, "file", disk);
@@ -62,7 +71,23 @@ pub fn rewritten(arguments: &[String], directory: &Path, disk: &MovedDisk) -> Op
             return Some(line);
         }
     }
+    let without_option = positional(arguments).find(|at| names_old(&arguments[*at]));
+    if let (None, Some(at)) = (disk.format, without_option) {
+        line[at] = disk.new.to_string_lossy().into_owned();
+        return Some(line);
+    }
     move_nodes(&line, disk, names_old)
+}
+
+/// Where a line names a disk without an option.
+fn positional(line: &[String]) -> impl Iterator<Item = usize> {
+    let mut is_value = true;
+    line.iter().enumerate().filter_map(move |(at, token)| {
+        let is_option = !is_value && token.len() > 1 && token.starts_with('-');
+        let is_disk = !is_value && !is_option;
+        is_value = is_option && takes_value(token.trim_start_matches('-'));
+        is_disk.then_some(at)
+    })
 }
 
 /// Whether the line names the new volume already.
@@ -79,9 +104,11 @@ fn is_same(one: &Path, other: &Path) -> bool {
 }
 
 fn short_form(option: &str) -> Option<usize> {
-    ["hda", "hdb", "hdc", "hdd"]
-        .iter()
-        .position(|short| *short == option)
+    [
+        "hda", "hdb", "hdc", "hdd", "cdrom", "fda", "fdb", "sd", "mtdblock", "pflash",
+    ]
+    .iter()
+    .position(|short| *short == option)
 }
 
 fn move_drive(options: &mut Options, key: &str, disk: &MovedDisk) {
@@ -90,16 +117,18 @@ fn move_drive(options: &mut Options, key: &str, disk: &MovedDisk) {
         .map(|(key, _)| key.to_owned())
         .filter(|key| key.starts_with("backing") || key == "size" || key == "offset")
         .collect();
-    for key in &below {
+    for key in below.iter().filter(|_| disk.format.is_some()) {
         options.remove(key);
     }
     options.set(key, disk.new.to_string_lossy());
     if options.value("file.driver").is_some() {
         options.set("file.driver", protocol(disk));
     }
-    // Both words mean the same.
-    options.remove("driver");
-    options.set("format", disk.format);
+    if let Some(format) = disk.format {
+        // Both words mean the same.
+        options.remove("driver");
+        options.set("format", format);
+    }
     if let Some(size) = disk.pinned_bytes {
         options.set("size", size.to_string());
     }
@@ -211,6 +240,9 @@ fn move_nodes(line: &[String], disk: &MovedDisk, names_old: impl Fn(&str) -> boo
         node.value("node-name")
             .is_some_and(|name| disk.old_nodes.iter().any(|old| old == name))
     };
+    let Some(new_format) = disk.format else {
+        return with_other_path(line, nodes, disk, names_old);
+    };
     // The file is a node of its own, or a part of the node of its format.
     let file = nodes
         .iter()
@@ -230,7 +262,7 @@ fn move_nodes(line: &[String], disk: &MovedDisk, names_old: impl Fn(&str) -> boo
     };
     let Some(format) = format else {
         // A device that is on the file's node itself can only be where bytes are bytes.
-        if disk.format != "raw" || disk.pinned_bytes.is_some() {
+        if new_format != "raw" || disk.pinned_bytes.is_some() {
             return None;
         }
         let file = file?;
@@ -250,7 +282,7 @@ fn move_nodes(line: &[String], disk: &MovedDisk, names_old: impl Fn(&str) -> boo
     }
     let node = &mut nodes[format].1;
     node.retain(|key| OF_ALL_FORMATS.contains(&key));
-    node.set("driver", &json!(disk.format));
+    node.set("driver", &json!(new_format));
     if let Some(size) = disk.pinned_bytes {
         node.set("size", &json!(size));
     }
@@ -276,6 +308,26 @@ fn move_nodes(line: &[String], disk: &MovedDisk, names_old: impl Fn(&str) -> boo
     Some(with_nodes(line, &nodes, &left_out))
 }
 
+fn with_other_path(
+    line: &[String],
+    mut nodes: Vec<(usize, Node)>,
+    disk: &MovedDisk,
+    names_old: impl Fn(&str) -> bool,
+) -> Option<Vec<String>> {
+    for (_, node) in &mut nodes {
+        for (key, driver) in [("filename", "driver"), ("file.filename", "file.driver")] {
+            if node.value(key).is_some_and(&names_old) {
+                node.set(key, &json!(disk.new));
+                if node.value(driver).is_some() {
+                    node.set(driver, &json!(protocol(disk)));
+                }
+                return Some(with_nodes(line, &nodes, &[]));
+            }
+        }
+    }
+    None
+}
+
 fn with_nodes(line: &[String], nodes: &[(usize, Node)], left_out: &[usize]) -> Vec<String> {
     let mut line = line.to_vec();
     for (at, node) in nodes {
@@ -298,7 +350,7 @@ mod tests {
             old: "/old/a.img".into(),
             old_nodes: ["fmt", "prot", "base", "basefile"].map(str::to_owned).to_vec(),
             new: "/new/b".into(),
-            format,
+            format: Some(format),
             is_block_device: false,
             pinned_bytes: None,
         }

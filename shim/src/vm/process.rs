@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use dormouse_qmp::{Client, ConnectError, ConnectOptions};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::process::{Pid, PidfdFlags, pidfd_open};
+use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use tokio::process::{Child, Command};
 use tokio::time::Instant;
 
@@ -274,6 +274,12 @@ impl ProcessEnd {
             None => Err(io::ErrorKind::NotFound.into()),
             Some(pid) => pidfd_open(pid, PidfdFlags::empty()).map_err(io::Error::from),
         })
+    }
+
+    /// Kills it.
+    pub fn kill(&self) -> io::Result<()> {
+        let process = self.0.as_ref().map_err(|error| io::Error::from(error.kind()))?;
+        Ok(pidfd_send_signal(process, Signal::KILL)?)
     }
 
     /// Whether it is over now.

@@ -15,6 +15,7 @@ use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::Instant;
 use uuid::Uuid;
 
+use super::recover::wakes;
 use super::report::{Progress, Report};
 use super::{HibernateArguments, HibernateMode, SaveArguments};
 use crate::api::client::Supervisor;
@@ -337,6 +338,7 @@ pub(super) async fn attach(
     let monitor = absolute(socket)?;
     state.make()?;
     let client = connect_in_time(socket, arguments.terms.lock_timeout.unwrap_or_default()).await?;
+    wakes::check_over(client.peer_pid(), state)?;
     let (vm_name, record) = known_of(socket, client.peer_pid());
     // The command line that its process shows names the disks that it was started with.
     let foreign = || {

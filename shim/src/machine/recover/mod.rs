@@ -7,12 +7,15 @@
 //! - QEMU is ended only when the image is whole, durable, and the guest has not run since.
 //! - It can be done again, and be killed itself, at any point: it looks anew, and the record goes last.
 //! - The guest of a snapshot is never ended: it is given back if it was not yet, and a sealed snapshot stays.
+//! - An interrupted wake is undone or finished by a table of its own (`wake`), which is acted on by `wake_runner`.
 //! - Where guest and image might both be the guest, nothing is touched, and a person is told which is which.
 
 pub mod earlier;
 pub mod runner;
 pub mod verdict;
 pub mod volumes;
+pub mod wake;
+pub mod wake_runner;
 
 use std::path::PathBuf;
 

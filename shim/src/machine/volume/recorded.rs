@@ -70,7 +70,7 @@ fn moved(volume: &Volume) -> MovedDisk {
         old: volume.old_file.clone(),
         old_nodes: volume.old_chain.clone(),
         new: volume.target.path.clone(),
-        format: volume.target.format.name(),
+        format: Some(volume.target.format.name()),
         is_block_device: volume.target.is_block_device,
         pinned_bytes: volume.target.pinned(volume.size_bytes),
     }

@@ -8,8 +8,10 @@ mod load;
 pub mod machine;
 #[cfg(test)]
 mod machine_model;
+pub mod other_disks;
 pub mod plan;
-mod resume;
+pub mod record;
+pub mod resume;
 pub mod runner;
 pub mod snapshot;
 
@@ -35,6 +37,8 @@ pub struct Request {
     pub disks_as_saved: bool,
     /// Whether the guest is woken although its disks are not as they were at the save.
     pub force_disks: bool,
+    /// Disks that lie elsewhere than at the save.
+    pub other_disks: Vec<other_disks::OtherDisk>,
     /// Arguments for QEMU after the recorded ones.
     pub changes: Vec<String>,
     /// The image's key, if it is encrypted.

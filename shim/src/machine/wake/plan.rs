@@ -2,10 +2,11 @@
 
 use std::path::{Path, PathBuf};
 
-use dormouse_storage::image::manifest::{GuestState as SavedState, Manifest};
+use dormouse_storage::image::manifest::{Disk, GuestState as SavedState, Manifest};
 use dormouse_storage::{ByteCount, Image, ImageState, Unmappable, feed};
 
 use super::guard::{self, CheckLineError};
+use super::other_disks::put_in_place;
 use super::{Mode, Request, snapshot};
 use crate::error::{Code, Failure};
 use crate::vm::binary::{self, Binary};
@@ -29,6 +30,10 @@ pub struct Plan {
     pub placed: Vec<(String, ByteCount)>,
     /// Whether the guest ran when it was saved.
     pub was_running: bool,
+    /// The recorded command line, with disks that lie elsewhere where they are.
+    pub recorded: Vec<String>,
+    /// The disks that the guest shall have.
+    pub disks: Vec<Disk>,
     /// What differs of the disks and was let through.
     pub forced_disks: Vec<String>,
 }
@@ -40,7 +45,9 @@ pub fn check_state(image: &Image) -> Result<(), Failure> {
         ImageState::Sealed => return Ok(()),
         ImageState::Writing => format!("{path} was never completed"),
         ImageState::Waking => {
-            format!("{path} is being woken, or its wake ended in between: its guest may have run since")
+            format!(
+                "{path} is being woken, or its wake ended in between: its guest may have run since, which `dormouse recover` finds out"
+            )
         }
         ImageState::Consumed => {
             format!("{path} was woken already; its guest has run since and must not run again from it")
@@ -52,19 +59,24 @@ pub fn check_state(image: &Image) -> Result<(), Failure> {
 /// Decides everything that can be decided without starting the guest's QEMU. `scratch`: a folder for a socket.
 pub async fn plan(image: &Image, request: &Request, scratch: &Path) -> Result<Plan, Failure> {
     let manifest = image.manifest();
-    if !request.disks_as_saved {
-        snapshot::check_disks_apart(manifest)?;
-    }
-    let forced = unless_forced(disks::check_unchanged(&manifest.disks), request.force_disks)?;
     let recorded = manifest.command_line.as_ref().ok_or_else(|| {
         Failure::new(
             Code::Refused,
             "the image does not say how its guest was started; import it again, with the QEMU command line after `--`".to_owned(),
         )
     })?;
+    let directory = manifest
+        .working_directory
+        .clone()
+        .unwrap_or_else(|| PathBuf::from("/"));
+    let (on, recorded) = put_in_place(&manifest.disks, recorded, &directory, &request.other_disks)?;
+    if !request.disks_as_saved {
+        snapshot::check_disks_apart(manifest, &on)?;
+    }
+    let forced = unless_forced(disks::check_unchanged(&on), request.force_disks)?;
     let refused =
         |error: CommandLineError| Failure::new(Code::Refused, format!("the recorded command line: {error}"));
-    let line = CommandLine::parse(recorded).map_err(refused)?;
+    let line = CommandLine::parse(&recorded).map_err(refused)?;
     guard::check_line(manifest, &line, &request.changes).map_err(|error| match error {
         CheckLineError::Differs(failure) => failure,
         CheckLineError::Line(error) => Failure::new(
@@ -105,10 +117,9 @@ pub async fn plan(image: &Image, request: &Request, scratch: &Path) -> Result<Pl
         line,
         main_ram,
         rom_property,
-        directory: manifest
-            .working_directory
-            .clone()
-            .unwrap_or_else(|| PathBuf::from("/")),
+        directory,
+        recorded,
+        disks: on,
         placed,
         was_running: manifest.guest.state_when_saved == SavedState::Running,
         forced_disks: forced.into_iter().collect(),

@@ -18,13 +18,16 @@ use super::lazy::{self, Feed};
 use super::load::load;
 use super::machine::{Effect, Input, Machine, Phase};
 use super::plan::{Plan, check_state, plan, unless_forced};
+use super::record::{Point, Record};
 use super::{Mode, Report, Request, resume};
 use crate::error::{Code, Failure, sentence};
+use crate::journal::{Journal, Written};
 use crate::machine::effect::{blocking, milliseconds, out_of_order};
 use crate::machine::interrupt::Interrupt;
 use crate::vm::disks;
 use crate::vm::monitor::{self, wait_for_run_state};
 use crate::vm::process::{QemuProcess, StartingQemu};
+use crate::vm::process_identity::ProcessIdentity;
 use crate::vm::ram_home::{Pages, RamHome};
 
 /// Where the guest's QEMU gets its sockets and its RAM.
@@ -37,6 +40,10 @@ pub struct Surroundings<'a> {
     pub ram_directory: Option<&'a Path>,
     /// Told how much of RAM is where it belongs, while RAM is read from the image.
     pub progress: Arc<Progress>,
+    /// Where wakes are written down.
+    pub wakes: &'a Path,
+    /// The VM's name.
+    pub vm_name: &'a str,
     /// Told of QEMU's process as soon as there is one, and how the guest is started from now on.
     pub started: &'a Started<'a>,
 }
@@ -117,6 +124,9 @@ struct Work<'a> {
     pages: Option<Pages>,
     qemu: Option<QemuProcess>,
     feed: Option<Feed>,
+    /// This wake's id.
+    operation: Uuid,
+    journal: Option<Journal<Record>>,
     qemu_started: Option<Instant>,
     start_to_running_ms: f64,
     follow_up: FollowUp,
@@ -135,6 +145,8 @@ impl<'a> Work<'a> {
             pages: None,
             qemu: None,
             feed: None,
+            operation: Uuid::new_v4(),
+            journal: None,
             qemu_started: None,
             start_to_running_ms: 0.0,
             follow_up: FollowUp::default(),
@@ -169,8 +181,11 @@ impl<'a> Work<'a> {
             }
             Effect::Resume => self.resume().await,
             // The guest needs it as long as it is fed from it.
-            Effect::Consume if self.is_lazy() => Ok(()),
-            Effect::Consume => self.mark(ImageState::Consumed).await,
+            Effect::Consume if self.is_lazy() => self.end_journal().await,
+            Effect::Consume => {
+                self.mark(ImageState::Consumed).await?;
+                self.end_journal().await
+            }
             Effect::Abandon { unmark } => self.abandon(unmark).await,
             Effect::Interrupt => Ok(()),
         }
@@ -270,7 +285,7 @@ impl<'a> Work<'a> {
         let client = self.qemu()?.client();
         guard::check_machine(image.manifest(), client).await?;
         let present = disks::present(client, &plan.directory).await?;
-        let compared = disks::check_same(&image.manifest().disks, &present);
+        let compared = disks::check_same(&plan.disks, &present);
         let forced = unless_forced(compared, self.request.force_disks)?;
         if let Some(plan) = &mut self.plan {
             plan.forced_disks.extend(forced);
@@ -342,9 +357,10 @@ impl<'a> Work<'a> {
     }
 
     async fn mark_waking(&mut self) -> Result<(), Failure> {
+        self.begin_journal().await?;
         if let Some(image) = &mut self.image {
             image.set_note(WakeNote {
-                wake: Uuid::nil(),
+                wake: self.operation,
                 disks_forced: self
                     .plan
                     .as_ref()
@@ -355,15 +371,66 @@ impl<'a> Work<'a> {
         // That may have taken long. A QEMU that is gone before it was told to run has surely not run its guest, and the
         // mark is taken back; once it was told, nobody can say.
         monitor::run_state(self.qemu()?.client()).await?;
+        self.advance(Point::Continuing).await
+    }
+
+    async fn begin_journal(&mut self) -> Result<(), Failure> {
+        let (_, image) = self.planned()?;
+        let pid = self.qemu()?.pid().unwrap_or_default();
+        let gone = || Failure::new(Code::Unreachable, "QEMU has ended");
+        let record = Record {
+            form: Record::FORM,
+            operation: self.operation,
+            vm_name: self.surroundings.vm_name.to_owned(),
+            image: image.path().to_owned(),
+            image_id: image.id(),
+            monitor: self.surroundings.monitor_socket.to_owned(),
+            qemu: ProcessIdentity::of(pid).ok_or_else(gone)?,
+            shall_run: self.shall_run(),
+            is_fed: self.is_lazy(),
+            point: Point::Marked,
+        };
+        let folder = self.surroundings.wakes.to_owned();
+        let begun = blocking(move || Journal::begin(&folder, record).map_err(|error| not_written(&error)));
+        self.journal = Some(begun.await?);
         Ok(())
     }
 
+    async fn advance(&mut self, point: Point) -> Result<(), Failure> {
+        let mut journal = self.journal.take().ok_or_else(out_of_order)?;
+        let (journal, written) = blocking(move || {
+            let record = Record {
+                point,
+                ..journal.record().clone()
+            };
+            let written = journal.rewrite(record);
+            Ok((journal, written))
+        })
+        .await?;
+        self.journal = Some(journal);
+        written.map_err(|error| not_written(&error))
+    }
+
+    async fn end_journal(&mut self) -> Result<(), Failure> {
+        let Some(journal) = self.journal.take() else {
+            return Ok(());
+        };
+        blocking(move || {
+            if let Err(error) = journal.end() {
+                tracing::warn!(%error, "the record of a wake that is over could not be removed");
+            }
+            Ok(())
+        })
+        .await
+    }
+
     async fn resume(&mut self) -> Result<(), Failure> {
-        if self.shall_run() {
-            resume::run(self.qemu()?.client()).await?;
-        }
+        // From `cont` on the guest may run, whatever becomes of us: it gets all of its memory.
         if let Some(feed) = &self.feed {
             feed.told.release();
+        }
+        if self.shall_run() {
+            resume::run(self.qemu()?.client()).await?;
         }
         self.start_to_running_ms = self
             .qemu_started
@@ -384,6 +451,10 @@ impl<'a> Work<'a> {
     }
 
     async fn abandon(&mut self, unmark: bool) -> Result<(), Failure> {
+        if self.journal.as_ref().map(|journal| journal.record().point) == Some(Point::Continuing) {
+            // The guest has surely not run. Not written down, a person would have to look, were we killed now.
+            let _ = self.advance(Point::Marked).await;
+        }
         if let Some(mut qemu) = self.qemu.take() {
             qemu.kill().await?;
         }
@@ -396,7 +467,7 @@ impl<'a> Work<'a> {
         {
             self.mark(ImageState::Sealed).await?;
         }
-        Ok(())
+        self.end_journal().await
     }
 
     fn planned(&self) -> Result<(&Plan, &Image), Failure> {
@@ -412,13 +483,7 @@ impl<'a> Work<'a> {
 
     /// How the guest is started from now on: what was changed at this wake stays.
     fn command_line(&self) -> Result<Vec<String>, Failure> {
-        let mut command_line = self
-            .planned()?
-            .1
-            .manifest()
-            .command_line
-            .clone()
-            .unwrap_or_default();
+        let mut command_line = self.planned()?.0.recorded.clone();
         command_line.extend_from_slice(&self.request.changes);
         Ok(command_line)
     }
@@ -445,4 +510,11 @@ impl<'a> Work<'a> {
             command_line,
         })
     }
+}
+
+fn not_written(error: &std::io::Error) -> Failure {
+    Failure::new(
+        Code::StorageIo,
+        format!("cannot write down how far the wake is: {error}"),
+    )
 }

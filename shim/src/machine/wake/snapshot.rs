@@ -12,12 +12,12 @@ use dormouse_storage::image::manifest::{Disk, Manifest};
 use crate::error::{Code, Failure};
 use crate::vm::disks::{label, witness};
 
-/// Refuses a snapshot that would be woken on the disks that its guest went on with, or where that cannot be told.
-pub fn check_disks_apart(manifest: &Manifest) -> Result<(), Failure> {
+/// Refuses a snapshot, woken on `disks`, that would be woken on the disks that its guest went on with, or where that cannot be told.
+pub fn check_disks_apart(manifest: &Manifest, disks: &[Disk]) -> Result<(), Failure> {
     if !manifest.guest.went_on {
         return Ok(());
     }
-    let shared: Vec<String> = manifest.disks.iter().filter_map(why_shared).collect();
+    let shared: Vec<String> = disks.iter().filter_map(why_shared).collect();
     if shared.is_empty() {
         return Ok(());
     }

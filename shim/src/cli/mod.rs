@@ -277,6 +277,11 @@ struct RecoverArguments {
     /// QMP socket of a QEMU without a supervisor
     #[arg(long, value_name = "SOCKET")]
     qmp: Option<PathBuf>,
+    /// Of a guest whose memory still comes from its image: read at most so much in a second of what it does not wait for
+    #[arg(long, value_name = "BYTES", value_parser = byte_count)]
+    rate_limit: Option<ByteCount>,
+    #[command(flatten)]
+    key: KeyArguments,
 }
 
 #[derive(Debug, Args)]

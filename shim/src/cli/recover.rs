@@ -1,5 +1,6 @@
 //! `dormouse recover`: ends what was interrupted.
 
+mod feeds;
 mod volumes;
 pub mod wakes;
 
@@ -36,11 +37,15 @@ pub async fn recover(
     }
     let moves = volumes::look(state, &wanted)?;
     let wakes = wakes::look(state, &wanted)?;
-    if all.is_empty() && moves.is_empty() && wakes.is_empty() {
+    // A wake that was interrupted before its guest was told to run is undone first, and leaves nothing to feed.
+    let is_fed = !feeds::look(state, &wanted).is_empty();
+    if all.is_empty() && moves.is_empty() && wakes.is_empty() && !is_fed {
         report.result(&json!({"operations": 0}), "nothing to recover");
         return Ok(ExitCode::SUCCESS);
     }
     let mut worst = wakes::recover(wakes, state, &wanted, report).await;
+    let fill = (arguments.key.read()?, arguments.rate_limit);
+    worst = worst.max(feeds::recover(feeds::look(state, &wanted), &wanted, fill, report).await);
     for found in all {
         match one(found, state, &wanted).await {
             Ok(Some(recovered)) => report.result(&recovered, &describe(&recovered)),

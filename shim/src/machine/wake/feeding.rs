@@ -59,6 +59,11 @@ impl FeedRecord {
         })
     }
 
+    /// That of the VM with this folder, if it is or was being fed.
+    pub fn read(vm_directory: &Path) -> Option<Self> {
+        serde_json::from_slice(&fs::read(vm_directory.join(RECORD)).ok()?).ok()
+    }
+
     /// Writes it down for good in the VM's folder.
     pub fn write(&self, vm_directory: &Path) -> Result<(), Failure> {
         let write = || {
@@ -177,7 +182,8 @@ impl Feeding {
     }
 }
 
-async fn used_up(mut image: Image, keep: bool) -> Result<(), Failure> {
+/// The guest needs the image no more.
+pub async fn used_up(mut image: Image, keep: bool) -> Result<(), Failure> {
     blocking(move || {
         image.mark(ImageState::Consumed)?;
         if !keep {

@@ -11,6 +11,7 @@
 //!
 //! Until the end the guest depends on the image and on its feeder. If that is killed, QEMU keeps what it has and waits.
 
+use std::os::unix::net::UnixStream;
 use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
@@ -100,6 +101,19 @@ pub async fn load(client: &Client, feeder: Feeder) -> Result<Feed, Failure> {
     };
     feed.wait_until_loaded(client).await?;
     Ok(feed)
+}
+
+/// Goes on with a guest whose feeder was killed, over a connection that QEMU waits for.
+pub fn go_on(
+    feeder: Feeder,
+    stream: UnixStream,
+    page_sizes: impl Fn(&str) -> Option<u64> + Send + 'static,
+) -> Feed {
+    Feed {
+        told: feeder.told(),
+        task: tokio::task::spawn_blocking(move || feeder.go_on(stream, page_sizes)),
+        ended: None,
+    }
 }
 
 /// The page sizes of QEMU's RAM blocks.

@@ -169,7 +169,8 @@ impl Plan {
 }
 
 /// RAM that a memory backend stands for; what is left are ROMs, firmware tables and video memory.
-fn placed_blocks(manifest: &Manifest) -> Vec<(String, ByteCount)> {
+/// The blocks of guest memory that a wake places, by the manifest.
+pub fn placed_blocks(manifest: &Manifest) -> Vec<(String, ByteCount)> {
     manifest
         .ram_blocks
         .iter()

@@ -1,0 +1,204 @@
+//! Goes on feeding a guest whose feeder was killed.
+//!
+//! ```text
+//!  the record ─► the image, held, still `waking` ─► QEMU's monitor ─► `postcopy-paused` ─► migrate-recover
+//!             ─► QEMU tells what it has ─► it is fed the rest ─► the image is `consumed`
+//! ```
+//!
+//! Nothing is lost meanwhile: what QEMU has it keeps, and the guest stands where it needs what it has not. One case has no way
+//! back: a QEMU whose main thread itself waits for a missing page answers no new client of its monitor. Then a person is told,
+//! and it can be tried again; what such a thread waits for may be there by then only if another thread had asked for it.
+
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::time::Duration;
+
+use dormouse_qmp::view::migration::{MigrationInfo, MigrationStatus};
+use dormouse_qmp::{Client, CommandError, ConnectOptions, command};
+use dormouse_storage::feed::Fed;
+use dormouse_storage::{ByteCount, Image, ImageKey, ImageState};
+use tokio::time::Instant;
+
+use crate::error::{Code, Failure, GuestState, sentence};
+use crate::machine::effect::blocking;
+use crate::machine::wake::feeding::{FeedRecord, Feeding, used_up};
+use crate::machine::wake::lazy::{self, FeedWish};
+use crate::machine::wake::plan::placed_blocks;
+
+/// How long QEMU may take to greet or to answer.
+const ANSWER_LIMIT: Duration = Duration::from_secs(10);
+
+/// How long QEMU may take to notice that its feeder is gone, and to listen for another.
+const PAUSE_LIMIT: Duration = Duration::from_secs(10);
+
+/// How often it is looked.
+const POLL: Duration = Duration::from_millis(10);
+
+/// What came of it.
+#[derive(Debug, Clone, PartialEq)]
+pub enum FeedOutcome {
+    /// The guest has all of its memory.
+    Complete(Fed),
+    /// It had all of it before.
+    WasComplete,
+}
+
+/// Feeds the guest to the end. The record goes when it has all, and stays on every failure.
+pub async fn go_on(
+    record: &FeedRecord,
+    vm_directory: &Path,
+    key: Option<ImageKey>,
+    rate_limit: Option<ByteCount>,
+) -> Result<FeedOutcome, Failure> {
+    let Some(image) = hold(record, key).await? else {
+        FeedRecord::remove(vm_directory);
+        return Ok(FeedOutcome::WasComplete);
+    };
+    if !record.qemu.is_alive() {
+        return Err(Failure::new(
+            Code::Operator,
+            format!(
+                "QEMU's process {} ended before the guest had all of its memory. The image {} is kept, marked as waking: its \
+                 guest has run, and what was saved can be exported",
+                record.qemu.pid,
+                record.image.display()
+            ),
+        )
+        .with_guest(GuestState::Stopped));
+    }
+    let client = connect(record).await?;
+    let image = match wait_until_paused(&client).await? {
+        MigrationStatus::Completed => {
+            // It has everything; only the word of it was not heard any more.
+            used_up(image, record.keep_image).await?;
+            FeedRecord::remove(vm_directory);
+            return Ok(FeedOutcome::WasComplete);
+        }
+        _ => image,
+    };
+    let placed: Vec<String> = placed_blocks(image.manifest())
+        .into_iter()
+        .map(|(name, _)| name)
+        .collect();
+    let placed: Vec<&str> = placed.iter().map(String::as_str).collect();
+    let wish = FeedWish {
+        rate_limit,
+        keep_image: record.keep_image,
+    };
+    let feeder = lazy::feeder(&image, &placed, wish)?;
+    let page_sizes = lazy::page_sizes(&client).await?;
+    let stream = reconnect(&client, vm_directory).await?;
+    let feed = lazy::go_on(feeder, stream, page_sizes);
+    let fed = Feeding::new(feed, image, record.keep_image)
+        .run(vm_directory)
+        .await?;
+    Ok(FeedOutcome::Complete(fed))
+}
+
+/// The image, held by us and unlocked; `None` if it is used up already.
+async fn hold(record: &FeedRecord, key: Option<ImageKey>) -> Result<Option<Image>, Failure> {
+    let (path, id) = (record.image.clone(), record.image_id);
+    blocking(move || {
+        if !path.exists() {
+            return Ok(None);
+        }
+        let mut image = Image::open_locked(&path)?;
+        if image.id() != id || image.state() == ImageState::Consumed {
+            return Ok(None);
+        }
+        if image.state() != ImageState::Waking {
+            let why = format!(
+                "{} is {}, although a guest was fed from it",
+                path.display(),
+                image.state()
+            );
+            return Err(Failure::new(Code::Operator, why));
+        }
+        if let Some(key) = key {
+            image.unlock(&key)?;
+        }
+        Ok(Some(image))
+    })
+    .await
+}
+
+async fn connect(record: &FeedRecord) -> Result<Client, Failure> {
+    let silent = |why: String| {
+        Failure::new(
+            Code::Operator,
+            format!(
+                "QEMU's process {} does not answer its monitor ({why}): it may wait for memory itself. The guest has not lost \
+                 anything; try again, and leave QEMU and the image {} alone",
+                record.qemu.pid,
+                record.image.display()
+            ),
+        )
+    };
+    let options = ConnectOptions::default().with_greeting_timeout(ANSWER_LIMIT);
+    let client = Client::connect(&record.monitor, options)
+        .await
+        .map_err(|error| silent(sentence(&error)))?;
+    match client.peer_pid() {
+        Some(found) if found == record.qemu.pid => Ok(client.with_deadline(ANSWER_LIMIT)),
+        _ => Err(Failure::new(
+            Code::Operator,
+            format!(
+                "a guest is fed in QEMU's process {}, but at its monitor {} is another process",
+                record.qemu.pid,
+                record.monitor.display()
+            ),
+        )),
+    }
+}
+
+/// Waits until QEMU knows that its feeder is gone, or has all.
+async fn wait_until_paused(client: &Client) -> Result<MigrationStatus, Failure> {
+    let deadline = Instant::now() + PAUSE_LIMIT;
+    loop {
+        let migration: MigrationInfo = client.query(&command::query_migrate {}).await?;
+        match migration.status {
+            Some(status @ (MigrationStatus::PostcopyPaused | MigrationStatus::Completed)) => {
+                return Ok(status);
+            }
+            status if Instant::now() > deadline => {
+                return Err(Failure::new(
+                    Code::Operator,
+                    format!("QEMU does not wait for a feeder: its migration is {status:?}"),
+                ));
+            }
+            _ => tokio::time::sleep(POLL).await,
+        }
+    }
+}
+
+/// Has QEMU listen, in the VM's folder, which is ours alone, and connects.
+async fn reconnect(client: &Client, vm_directory: &Path) -> Result<UnixStream, Failure> {
+    let socket = vm_directory.join("feed.sock");
+    // One of an earlier attempt.
+    let _ = std::fs::remove_file(&socket);
+    let recover = command::migrate_recover {
+        uri: format!("unix:{}", socket.display()),
+    };
+    match client.execute_oob(&recover).await {
+        Ok(_) => {}
+        Err(CommandError::Qemu { desc, .. }) => {
+            let why = format!("QEMU takes no other feeder: {desc}");
+            return Err(Failure::new(Code::Operator, why));
+        }
+        Err(error) => return Err(error.into()),
+    }
+    let deadline = Instant::now() + PAUSE_LIMIT;
+    loop {
+        match UnixStream::connect(&socket) {
+            Ok(stream) => {
+                let _ = std::fs::remove_file(&socket);
+                return Ok(stream);
+            }
+            Err(error) if Instant::now() > deadline => {
+                let why = format!("QEMU does not listen at {}: {error}", socket.display());
+                return Err(Failure::new(Code::Operator, why));
+            }
+            Err(_) => tokio::time::sleep(POLL).await,
+        }
+    }
+}

@@ -36,6 +36,24 @@ impl LoopDevice {
         Self { path: attach(&disk) }
     }
 
+    /// A device over a file that is there.
+    pub fn over(file: &Path) -> Self {
+        Self { path: attach(file) }
+    }
+
+    /// Makes its first partition, of so many sectors from `begin` on, and returns it. It goes with the device.
+    pub fn partition(&self, begin: u64, sectors: u64) -> PathBuf {
+        let status = Command::new("addpart")
+            .arg(&self.path)
+            .args([1, begin, sectors].map(|number| number.to_string()))
+            .status();
+        assert!(
+            status.is_ok_and(|status| status.success()),
+            "a partition can be made"
+        );
+        PathBuf::from(format!("{}p1", self.path.display()))
+    }
+
     /// The device.
     pub fn path(&self) -> &Path {
         &self.path

@@ -67,3 +67,16 @@ fn it_tells_what_stands_in_the_way_as_the_hibernation_would() {
     assert_eq!(direct.result()["error"]["guest"], "running");
     foreign.scene.guest.wait_for_more_ticks();
 }
+
+#[test]
+fn it_tells_that_a_cpu_which_is_whatever_the_host_has_binds_the_guest_to_such_hosts() {
+    let mut scene = Scene::new(QemuBuild::V10_0);
+    scene.guest.start_with(&["-cpu", "max"]);
+    let _supervisor = scene.run();
+    let told = dry_run(&scene, &[]);
+    let remarks = told["remarks"].to_string();
+    assert!(
+        remarks.contains("wakes only where the CPU has the same"),
+        "{remarks}"
+    );
+}

@@ -2,7 +2,7 @@
 
 use std::{ffi::OsString, fs, io::Write, os::unix::fs::FileExt, path::Path};
 
-use dormouse_tests::{Guest, LoopDevice, QemuBuild, Scene};
+use dormouse_tests::{Guest, LoopDevice, QemuBuild, Scene, faults::SmallVolume};
 use serde_json::json;
 
 const REFUSED: i32 = 3;
@@ -262,4 +262,92 @@ fn a_qcow2_rewritten_after_the_save_keeps_its_guest_asleep_although_its_time_was
     let last = guest.last_counter();
     let _woken = dormouse.wake("guest", &image, &[]);
     assert!(guest.wait_for_more_ticks() > last);
+}
+
+#[test]
+fn an_image_goes_to_the_volume_that_it_is_meant_for_or_nowhere() {
+    let scene = Scene::new(QemuBuild::V10_0);
+    let _supervisor = scene.run();
+    let volume = SmallVolume::new(&scene.lab, 256);
+    let (on_it, mounted_at) = (volume.path("guest.image"), volume.path(""));
+    let not_mounted = scene.lab.path("pvc");
+    fs::create_dir(&not_mounted).unwrap();
+    let hibernate = |target: &Path, mount: &Path| {
+        let options = ["--volume-mount", mount.to_str().unwrap()];
+        let command = scene.dormouse.start_hibernating_with("guest", target, &options);
+        scene.dormouse.finish(command)
+    };
+    for (target, mount, words) in [
+        (
+            not_mounted.join("guest.image"),
+            &not_mounted,
+            "no volume is mounted at",
+        ),
+        (
+            scene.image(),
+            &mounted_at,
+            "is not on the volume that is mounted at",
+        ),
+        (on_it.clone(), &not_mounted, "no volume is mounted at"),
+    ] {
+        let outcome = hibernate(&target, mount).expect_exit(REFUSED);
+        let error = outcome.result()["error"].clone();
+        assert!(error["message"].to_string().contains(words), "{error}");
+        assert!(!target.exists());
+        scene.guest.wait_for_more_ticks();
+    }
+    hibernate(&on_it, &mounted_at).expect_success();
+    assert!(on_it.exists());
+}
+
+#[test]
+fn a_device_that_the_guests_disk_lies_on_or_that_lies_on_it_takes_no_image() {
+    let scene = Scene::new(QemuBuild::V10_0);
+    let over_the_disk = LoopDevice::over(scene.guest.disk());
+    {
+        let _supervisor = scene.run();
+        expect_refusal(&scene, over_the_disk.path(), "is the guest's own disk");
+    }
+
+    // A disk with one partition from 1 MiB on, which the guest has.
+    let scene = Scene::new(QemuBuild::V10_0);
+    let whole = scene.lab.path("whole-disk");
+    let disk = fs::read(scene.guest.disk()).unwrap();
+    let mut content = vec![0; 1 << 20];
+    content.extend(&disk);
+    fs::write(&whole, content).unwrap();
+    let whole = LoopDevice::over(&whole);
+    let partition = whole.partition(2048, disk.len() as u64 / 512);
+    let partition = partition.to_str().unwrap();
+    let file = scene.guest.disk().display().to_string();
+    let line = scene.guest.command_line().into_iter();
+    let line: Vec<OsString> = line
+        .map(|argument| argument.to_string_lossy().replace(&file, partition).into())
+        .collect();
+    let dormouse = &scene.dormouse;
+    dormouse.try_run("guest", &["--detach"], &line).expect_success();
+    scene.guest.wait_for_ticks(5);
+    expect_refusal(&scene, whole.path(), "is the guest's own disk");
+    scene.dormouse.hibernate("guest", &scene.image()).expect_success();
+    scene.lab.wait_for_no_qemu();
+}
+
+#[test]
+fn an_export_that_somebody_could_write_through_is_named_with_what_closes_it() {
+    for build in [QemuBuild::V7_2, QemuBuild::V10_0, QemuBuild::V11_1] {
+        let scene = Scene::new(build);
+        let _supervisor = scene.run();
+        let mut monitor = scene.guest.monitor();
+        let socket = scene.lab.path("nbd.sock");
+        let server = json!({"addr": {"type": "unix", "data": {"path": socket}}});
+        monitor.execute("nbd-server-start", server);
+        let drives = monitor.execute("query-block", json!({}));
+        let node = drives[0]["inserted"]["node-name"].clone();
+        let export = json!({"type": "nbd", "id": "backup", "node-name": node, "writable": false});
+        monitor.execute("block-export-add", export);
+        expect_refusal(&scene, &scene.image(), "block export backup");
+        expect_refusal(&scene, &scene.image(), "block-export-del");
+        monitor.execute("block-export-del", json!({"id": "backup"}));
+        scene.dormouse.hibernate("guest", &scene.image()).expect_success();
+    }
 }

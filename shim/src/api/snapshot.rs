@@ -20,6 +20,9 @@ use crate::vm::engine::{Choice, Wish};
 pub struct NewSnapshot {
     /// Where the image goes; an absolute path.
     pub to: PathBuf,
+    /// The mount point of the volume that the image has to go to.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub volume_mount: Option<PathBuf>,
     /// Whether an image that is there already may be replaced.
     #[serde(default)]
     pub replace: bool,

@@ -184,6 +184,9 @@ pub enum NewOperation {
     Hibernate {
         /// Where the image goes; an absolute path.
         to: PathBuf,
+        /// The mount point of the volume that the image has to go to: refused where none is mounted there.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        volume_mount: Option<PathBuf>,
         /// Whether an image that is there already may be replaced.
         #[serde(default)]
         replace: bool,

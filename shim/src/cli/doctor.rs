@@ -72,5 +72,6 @@ fn describe(diagnosis: &Diagnosis) -> String {
         [] => lines.push("nothing stands in the way of a hibernation".to_owned()),
         blockers => lines.extend(blockers.iter().map(|blocker| format!("in the way: {blocker}"))),
     }
+    lines.extend(diagnosis.remarks.iter().cloned());
     lines.join("\n")
 }

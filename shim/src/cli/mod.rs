@@ -144,6 +144,10 @@ struct HibernateArguments {
 /// How a guest gets into an image.
 #[derive(Debug, Args)]
 struct SaveArguments {
+    /// Refuse unless a volume is mounted at this folder and the image goes to it: a volume that is not mounted leaves an
+    /// empty folder on another file system
+    #[arg(long, value_name = "DIR")]
+    volume_mount: Option<PathBuf>,
     /// Replace an image that is there already, once the new one is complete
     #[arg(long)]
     replace: bool,

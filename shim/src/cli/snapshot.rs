@@ -11,6 +11,7 @@ use super::SaveArguments;
 use super::hibernate::settled::settled;
 use super::hibernate::{
     absolute, as_ms, attach, attend, by_supervisor, image_wish, limits, operation_id, something_else, terms,
+    volume_mount,
 };
 use super::report::{Progress, Report};
 use crate::api::snapshot::{NewLive, NewSnapshot, Snapshot};
@@ -102,6 +103,7 @@ fn wish(to: PathBuf, arguments: &SnapshotArguments, image: &ImageWish) -> NewSna
     let limits = limits(&arguments.save);
     NewSnapshot {
         to,
+        volume_mount: volume_mount(&arguments.save),
         replace: arguments.save.replace,
         engine: arguments.save.engine,
         channels: arguments.save.channels,

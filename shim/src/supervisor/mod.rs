@@ -315,6 +315,7 @@ fn snapshot(wish: NewSnapshot, lock: Duration, handle: &Handle) -> Result<hibern
     };
     let as_of_hibernation = NewOperation::Hibernate {
         to: wish.to,
+        volume_mount: wish.volume_mount,
         replace: wish.replace,
         engine: wish.engine,
         channels: wish.channels,
@@ -339,6 +340,7 @@ pub fn hibernation(
 ) -> Result<hibernate::Request, Failure> {
     let NewOperation::Hibernate {
         to,
+        volume_mount,
         replace,
         engine,
         channels,
@@ -362,6 +364,7 @@ pub fn hibernation(
         aim: Aim::Hibernate,
         live: None,
         target: absolute(to)?,
+        volume_mount: volume_mount.map(absolute).transpose()?,
         replace,
         engine,
         channels,

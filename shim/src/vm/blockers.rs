@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use dormouse_qmp::view::block::BlockExportInfo;
+use dormouse_qmp::view::block::{BlockExportInfo, BlockInfo};
 use dormouse_qmp::view::job::JobInfo;
 use dormouse_qmp::view::migration::MigrationInfo;
 use dormouse_qmp::{Client, command};
@@ -22,6 +22,7 @@ pub async fn all(
     let mut blockers = migration_blockers(client).await?;
     blockers.extend(job_blockers(client).await?);
     blockers.extend(export_blockers(client).await?);
+    blockers.extend(inactive_blockers(client).await?);
     blockers.extend(shape_blockers(client, shape, line, directory).await?);
     blockers.extend(memory_device_blockers(client).await?);
     if let Some(option) = line.inherited_descriptor() {
@@ -51,7 +52,10 @@ async fn job_blockers(client: &Client) -> Result<Vec<String>, Failure> {
     let jobs: Vec<JobInfo> = client.query(&command::query_jobs {}).await?;
     Ok(jobs
         .into_iter()
-        .map(|job| format!("{} job {} is {}", job.job_type, job.id, job.status))
+        .map(|job| {
+            let JobInfo { id, job_type, status, .. } = job;
+            format!("{job_type} job {id} is {status}; wait for its end, or end it with QMP's job-cancel and job-dismiss")
+        })
         .collect())
 }
 
@@ -60,7 +64,23 @@ async fn export_blockers(client: &Client) -> Result<Vec<String>, Failure> {
     let exports: Vec<BlockExportInfo> = client.query(&command::query_block_exports {}).await?;
     Ok(exports
         .into_iter()
-        .map(|export| format!("block export {} of node {} is open", export.id, export.node_name))
+        .map(|export| {
+            let BlockExportInfo { id, node_name, .. } = export;
+            format!("block export {id} of node {node_name} is open; close it with QMP's block-export-del")
+        })
+        .collect())
+}
+
+/// A disk that QEMU has given over to the other side of a migration: its guest may write there. Told since QEMU 10.0.
+async fn inactive_blockers(client: &Client) -> Result<Vec<String>, Failure> {
+    let drives: Vec<BlockInfo> = client.query(&command::query_block {}).await?;
+    let nodes = drives.into_iter().filter_map(|drive| drive.inserted);
+    Ok(nodes
+        .filter(|node| node.active == Some(false))
+        .map(|node| {
+            let name = node.node_name.unwrap_or(node.file);
+            format!("block node {name} is inactive; take it back with QMP's blockdev-set-active, or let the guest run")
+        })
         .collect())
 }
 

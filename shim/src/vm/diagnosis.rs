@@ -13,7 +13,7 @@ use super::command_line::CommandLine;
 use super::engine::{self, Facts, Wish};
 use super::memory::{DEVICE_STATE_BOUND, Memory};
 use super::shape::Shape;
-use super::{blockers, disks, monitor, process};
+use super::{blockers, cpu_model, disks, monitor, process};
 use crate::error::{Code, Failure, sentence};
 
 /// A VM, examined.
@@ -31,6 +31,9 @@ pub struct Diagnosis {
     pub findings: Vec<Finding>,
     /// What stands in the way of a hibernation now.
     pub blockers: Vec<String>,
+    /// What stands in nobody's way, and is good to know.
+    #[serde(default)]
+    pub remarks: Vec<String>,
     /// The disks.
     pub disks: Vec<DiskFinding>,
     /// The memory, where it can be reached.
@@ -130,6 +133,7 @@ pub async fn diagnose(
         run_state: run_state.to_string(),
         findings,
         blockers,
+        remarks: cpu_model::bound_to_host(line.cpu()).into_iter().collect(),
         disks: disk_findings(client, &directory).await?,
         memory: memory.ok().as_ref().map(measure).transpose()?,
     })

@@ -31,7 +31,7 @@ use dormouse_storage::image::manifest::{BackingFile, Disk, DiskWitness};
 use dormouse_storage::{Fingerprint, fingerprint};
 
 use super::binary::modified_ns;
-use super::file_identity::FileIdentity;
+use super::block_ground::overlap;
 use crate::error::{Code, Failure};
 
 /// How long a disk may take to be read for its fingerprint: some seventy reads.
@@ -171,12 +171,11 @@ pub fn check_same(recorded: &[Disk], present: &[Disk]) -> Result<(), Failure> {
     ))
 }
 
-/// What must not be the target of an image: a disk's file, or one below it.
+/// What must not be the target of an image: a disk's file or device, one below it, or what lies on these or under them.
 pub fn is_target(disk: &Disk, target: &Path) -> bool {
-    let there = FileIdentity::at(target);
     let below = disk.backing.iter().map(|file| &file.file_name);
     let mut files = std::iter::once(&disk.file_name).chain(below);
-    there.is_some() && files.any(|file| there == FileIdentity::at(Path::new(file)))
+    files.any(|file| overlap(target, Path::new(file)))
 }
 
 /// How the disk is called to a person.

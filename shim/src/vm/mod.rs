@@ -2,10 +2,12 @@
 
 pub mod agent_socket;
 pub mod binary;
+pub mod block_ground;
 pub mod blockers;
 pub mod command_line;
 pub mod cpr;
 pub mod cpu_features;
+pub mod cpu_model;
 pub mod diagnosis;
 pub mod disks;
 pub mod engine;
@@ -17,6 +19,7 @@ pub mod lock_holder;
 pub mod memory;
 pub mod migration_socket;
 pub mod monitor;
+pub mod mount;
 pub mod moved_disk;
 pub mod options;
 pub mod process;

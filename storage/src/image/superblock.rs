@@ -150,7 +150,9 @@ impl Superblock {
         }
         put(120, &flags.to_le_bytes());
         put(176, self.note.wake.as_bytes());
-        if let Some(encryption) = &self.encryption {
+        if self.format > FORMAT_1
+            && let Some(encryption) = &self.encryption
+        {
             put(124, &CIPHER_AES_256_GCM.to_le_bytes());
             put(128, &encryption.salt);
             put(160, &encryption.check);

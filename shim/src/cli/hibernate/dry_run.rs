@@ -61,5 +61,6 @@ pub fn describe(forecast: &Forecast) -> String {
             rate / 1e9
         ));
     }
+    lines.extend(forecast.remarks.iter().cloned());
     lines.join("\n")
 }

@@ -116,11 +116,18 @@ pub(super) fn absolute(path: &Path) -> Result<PathBuf, Failure> {
         .map_err(|error| Failure::new(Code::Usage, format!("{}: {error}", path.display())))
 }
 
+/// Where the volume of the image has to be mounted, wherever a supervisor stands.
+pub(super) fn volume_mount(arguments: &SaveArguments) -> Option<PathBuf> {
+    let given = arguments.volume_mount.as_ref()?;
+    Some(std::path::absolute(given).unwrap_or_else(|_| given.clone()))
+}
+
 /// What a supervisor is asked for.
 fn wish(to: PathBuf, arguments: &HibernateArguments, image: &ImageWish) -> NewOperation {
     let limits = limits(&arguments.save);
     NewOperation::Hibernate {
         to,
+        volume_mount: volume_mount(&arguments.save),
         replace: arguments.save.replace,
         engine: arguments.save.engine,
         channels: arguments.save.channels,
@@ -344,6 +351,7 @@ pub(super) async fn attach(
         aim: Aim::Hibernate,
         live: None,
         target,
+        volume_mount: volume_mount(arguments),
         replace: arguments.replace,
         engine: arguments.engine,
         channels: arguments.channels,

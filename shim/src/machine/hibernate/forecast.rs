@@ -49,6 +49,9 @@ pub struct Forecast {
     pub block_volume_bytes: u64,
     /// What the volume took in a second when some was written to it just now; `None` for a block device.
     pub write_bytes_per_second: Option<f64>,
+    /// What stands in nobody's way, and is good to know before.
+    #[serde(default)]
+    pub remarks: Vec<String>,
     /// How long the guest would stand still, in milliseconds, by that and by what the image would likely take.
     pub expected_pause_ms: Option<f64>,
 }
@@ -91,6 +94,7 @@ pub async fn forecast(client: &Client, request: &Request) -> Result<Forecast, Fa
     Ok(Forecast {
         result: Tag::DryRun,
         choice: plan.choice,
+        remarks: plan.remarks,
         running: plan.running,
         memory,
         needed_bytes: needed.0,

@@ -35,6 +35,8 @@ pub struct Request {
     pub live: Option<LiveLimits>,
     /// Where the image goes.
     pub target: PathBuf,
+    /// The mount point of the volume that the target has to be on, if that is known.
+    pub volume_mount: Option<PathBuf>,
     /// Whether an image that is there already may be replaced.
     pub replace: bool,
     /// How RAM gets into it.

@@ -16,7 +16,7 @@ use crate::error::{Code, Failure, GuestState, sentence};
 use crate::vm::command_line::CommandLine;
 use crate::vm::engine::{self, Choice, Facts, Wish};
 use crate::vm::memory::{DEVICE_STATE_BOUND, Memory};
-use crate::vm::{binary, blockers, disks, hardware, monitor, process};
+use crate::vm::{binary, blockers, cpu_model, disks, hardware, monitor, mount, process};
 
 /// A hibernation that can be tried.
 #[derive(Debug)]
@@ -43,6 +43,8 @@ pub struct Plan {
     pub command_line: Vec<String>,
     /// The CPU, as given.
     pub cpu: Option<String>,
+    /// What stands in nobody's way, and is good to know.
+    pub remarks: Vec<String>,
     /// What the machine is made of.
     pub hardware: Hardware,
     /// What the QEMU that runs is and can do.
@@ -97,6 +99,13 @@ async fn examine(client: &Client, request: &Request, running: bool) -> Result<Pl
     }
 
     check_target(&request.target, request.replace)?;
+    if let Some(mount) = &request.volume_mount {
+        if is_block_device(&request.target) {
+            let why = "a block device is a volume of its own: --volume-mount is for files";
+            return Err(Failure::new(Code::Usage, why));
+        }
+        mount::check_on_volume(&request.target, mount)?;
+    }
     let memory = Memory::of(client, pid).await?;
     let mut facts = Facts::of(client, &memory).await?;
     // Of a guest that stands still there is nothing to save while it runs.
@@ -160,6 +169,7 @@ async fn examine(client: &Client, request: &Request, running: bool) -> Result<Pl
         machine: machine.strip_suffix("-machine").unwrap_or(&machine).to_owned(),
         main_ram: main_ram.and_then(|path| path.strip_prefix("/objects/").map(str::to_owned)),
         cpu: line.cpu().map(str::to_owned),
+        remarks: cpu_model::bound_to_host(line.cpu()).into_iter().collect(),
         hardware: hardware::of(client).await?,
         qemu: binary::describe(client, line.program()).await?,
         command_line,

@@ -5,7 +5,7 @@
 use std::path::Path;
 
 use dormouse_tests::{BootSectorGuest, Guest, LoopDevice, QemuBuild, Scene, until};
-use serde_json::Value;
+use serde_json::{Value, json};
 
 /// Tests on each version, so that they run beside each other and a failure names its place.
 macro_rules! on_every_qemu {
@@ -34,6 +34,8 @@ on_every_qemu! {
         every_byte_comes_on_qemu_7_2, every_byte_comes_on_qemu_10_0, every_byte_comes_on_qemu_11_1;
     the_guest_goes_on_and_is_saved_directly_again:
         it_goes_on_under_qemu_7_2, it_goes_on_under_qemu_10_0, it_goes_on_under_qemu_11_1;
+    a_guest_whose_feeder_is_killed_stands_and_goes_on_with_another:
+        a_feeder_is_replaced_under_qemu_7_2, a_feeder_is_replaced_under_qemu_10_0, a_feeder_is_replaced_under_qemu_11_1;
 }
 
 /// The guest is paused before it is saved and stays so until after it is woken, so that its whole memory can be
@@ -115,6 +117,51 @@ fn the_guest_goes_on_and_is_saved_directly_again(build: QemuBuild) {
     again.terminate();
     scene.lab.wait_for_no_qemu();
     assert!(scene.guest.counter_on_disk() >= scene.guest.last_counter());
+}
+
+/// At several points of the fill: right after the wake, and when some of it is there. The second feeder is killed too.
+fn a_guest_whose_feeder_is_killed_stands_and_goes_on_with_another(build: QemuBuild) {
+    for (share, form) in [(0.0, &[][..]), (0.4, &["--compress", "zstd"])] {
+        let scene = Scene::new(build);
+        let Scene { dormouse, guest, lab } = &scene;
+        let image = scene.image();
+        let supervisor = scene.run();
+        let hibernating = dormouse.start_hibernating_with("guest", &image, form);
+        dormouse.finish(hibernating).expect_success();
+        drop(supervisor);
+        lab.wait_for_no_qemu();
+        let mut woken = dormouse.wake("guest", &image, &["--mode", "lazy", "--rate-limit", "3M"]);
+        until("some of its memory to be fed", || {
+            let status = dormouse.status("guest");
+            let feed = (status.exit_code() == Some(0)).then(|| status.result()["feed"].clone())?;
+            let fed = feed["fed_bytes"].as_f64()? / feed["total_bytes"].as_f64()?;
+            assert_eq!(feed["state"], "feeding", "{feed}");
+            (fed >= share).then_some(())
+        });
+        woken.kill();
+        assert_eq!(state_of(&scene, &image), "waking");
+
+        let mut slowly = dormouse.start_recovering(&["guest", "--rate-limit", "1M"]);
+        until("another feeder to begin", || {
+            let mut monitor = guest.monitor();
+            let migration = monitor.execute("query-migrate", json!({}));
+            (migration["status"] != "postcopy-paused").then_some(())
+        });
+        slowly.kill().unwrap();
+        dormouse.finish(slowly);
+        let recovered = dormouse.execute(&["recover", "guest", "--json"]).expect_success();
+        assert_eq!(recovered.result()["result"], "fed", "{recovered:#?}");
+        assert!(!image.exists());
+        guest.wait_for_more_ticks();
+        let mut monitor = guest.monitor();
+        monitor.stop();
+        let memory = monitor.memory(guest.ram_bytes(), &lab.path("memory"));
+        assert_eq!(BootSectorGuest::pattern_faults(&memory), Vec::<usize>::new());
+        monitor.cont();
+        drop(monitor);
+        let nothing = dormouse.execute(&["recover", "--json"]).expect_success();
+        assert_eq!(nothing.result()["operations"], 0);
+    }
 }
 
 fn expect_all_fed(scene: &Scene) -> Value {

@@ -122,7 +122,16 @@ async fn bring_to_an_end(record: &Record) -> Result<(WakeOutcome, GuestState), F
             Ok((WakeOutcome::Awake, guest))
         }
         Verdict::Over => Ok((WakeOutcome::HasEnded, GuestState::Stopped)),
-        Verdict::LeaveToFeed => Ok((WakeOutcome::BeingFed, guest)),
+        // It runs as far as its memory goes.
+        Verdict::LeaveToFeed => match &client {
+            Some(client) if qemu == Qemu::Waits && record.shall_run => {
+                resume::run(client)
+                    .await
+                    .map_err(|failure| failure.with_guest(GuestState::Unknown))?;
+                Ok((WakeOutcome::BeingFed, GuestState::Running))
+            }
+            _ => Ok((WakeOutcome::BeingFed, guest)),
+        },
         Verdict::Ask(doubt) => Err(ask(doubt, record).with_guest(guest)),
     }
 }

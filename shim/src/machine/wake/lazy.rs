@@ -162,10 +162,10 @@ impl Feed {
                     self.ended = Some(fed);
                     loaded.await
                 }
-                // A QEMU that cannot load says why on its error output and ends.
+                // A QEMU that cannot load says why on its error output and ends, which is looked at for this code.
                 Err(FeedError::Lost { .. } | FeedError::Refused) => Err(Failure::new(
-                    Code::Refused,
-                    "QEMU did not accept the image's device state; it says why above",
+                    Code::Unreachable,
+                    "QEMU did not accept the image's device state",
                 )),
                 Err(error) => Err(failed(&error)),
             },

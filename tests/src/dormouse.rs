@@ -19,6 +19,9 @@ use crate::{
     wait::{PATIENCE, until},
 };
 
+/// How a Rust program ends that panicked. No command may.
+const PANICKED: i32 = 101;
+
 /// The program with one state directory.
 pub struct Dormouse {
     program: PathBuf,
@@ -228,11 +231,13 @@ impl Dormouse {
             .recv_timeout(PATIENCE)
             .unwrap_or_else(|_| panic!("waited {PATIENCE:?} for a command of dormouse to end"))
             .expect("our own child can be waited for");
-        Outcome {
+        let outcome = Outcome {
             status: output.status,
             stdout: String::from_utf8_lossy(&output.stdout).into_owned(),
             stderr: String::from_utf8_lossy(&output.stderr).into_owned(),
-        }
+        };
+        assert_ne!(outcome.exit_code(), Some(PANICKED), "{outcome:#?}");
+        outcome
     }
 
     /// Starts any command; [`finish`](Self::finish) waits for the end.

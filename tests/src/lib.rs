@@ -38,4 +38,4 @@ pub use sector_writer::SectorWriter;
 pub use stand_in::StandIn;
 pub use unpluggable::{DeviceOnVolume, UnpluggableDevice};
 pub use volumes::LoopDevice;
-pub use wait::{PATIENCE, until};
+pub use wait::{PATIENCE, until, within};

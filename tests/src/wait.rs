@@ -19,6 +19,20 @@ pub fn until<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
     }
 }
 
+/// Whether `look` sees it within `limit`.
+pub fn within(limit: Duration, mut look: impl FnMut() -> bool) -> bool {
+    let deadline = Instant::now() + limit;
+    loop {
+        if look() {
+            return true;
+        }
+        if Instant::now() > deadline {
+            return false;
+        }
+        pause();
+    }
+}
+
 #[expect(
     clippy::disallowed_methods,
     reason = "the one place where the laboratory polls, between two looks before a deadline"

@@ -4,12 +4,13 @@
 use std::{
     io::{BufRead, BufReader},
     path::Path,
+    time::Duration,
 };
 
 use dormouse_tests::{
     DeviceOnVolume, Foreign, QemuBuild, Scene, UnpluggableDevice,
     faults::{self, Hanging, SmallVolume},
-    until,
+    until, within,
 };
 use rustix::process::Pid;
 use serde_json::{Value, json};
@@ -249,13 +250,17 @@ fn a_device_that_fails_at_the_seal_is_told_as_doubtful_and_not_forgotten() {
     faults::freeze(qemu);
     // QEMU does not say what its disks are: all memory is written, and nothing else.
     wait_for("all memory");
-    let hanging = Hanging::volume(&volume);
-    faults::thaw(qemu);
-    until("the tables to be written", || {
-        faults::is_held(client).then_some(())
-    });
-    faults::freeze(qemu);
-    drop(hanging);
+    loop {
+        let hanging = Hanging::volume(&volume);
+        faults::thaw(qemu);
+        let is_held = within(Duration::from_secs(5), || faults::is_held(client));
+        faults::freeze(qemu);
+        drop(hanging);
+        // Else the last of the memory was on its way still, for which nobody waits in the kernel.
+        if is_held {
+            break;
+        }
+    }
     // QEMU does not say whether its guest stands still: all is synced, and the seal is next.
     wait_for("Sealing");
     disk.take_no_more_writes();

@@ -3,7 +3,16 @@
 use std::io::{self, ErrorKind, IoSliceMut, Read};
 use std::os::unix::net::UnixStream;
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+
 use super::ending::{Ending, LOOK_EVERY};
+
+/// As long as until the next look whether all is over.
+const WAIT: Timespec = Timespec {
+    tv_sec: 0,
+    tv_nsec: LOOK_EVERY.subsec_nanos() as i64,
+};
 
 /// Reads from a socket until all is over.
 pub(super) struct Connection<'a> {
@@ -13,9 +22,9 @@ pub(super) struct Connection<'a> {
 
 impl<'a> Connection<'a> {
     pub(super) fn of(socket: UnixStream, ending: &'a Ending<'a>) -> io::Result<Self> {
-        // A listener that was not blocking can have handed it on so.
-        socket.set_nonblocking(false)?;
-        socket.set_read_timeout(Some(LOOK_EVERY))?;
+        // Whoever takes over from a save that was given up reads the same sockets, and takes them as they are here: that is
+        // never changed back.
+        socket.set_nonblocking(true)?;
         Ok(Self { socket, ending })
     }
 
@@ -46,11 +55,20 @@ impl<'a> Connection<'a> {
         Ok(())
     }
 
+    /// Waits until there is something to read, but not for long.
+    fn wait(&self) -> io::Result<()> {
+        let mut socket = [PollFd::new(&self.socket, PollFlags::IN)];
+        match poll(&mut socket, Some(&WAIT)) {
+            Ok(_) | Err(Errno::INTR) => Ok(()),
+            Err(error) => Err(error.into()),
+        }
+    }
+
     fn patiently(&self, mut read: impl FnMut(&UnixStream) -> io::Result<usize>) -> io::Result<usize> {
         loop {
             self.ending.go_on().map_err(io::Error::other)?;
             match read(&self.socket) {
-                Err(error) if error.kind() == ErrorKind::WouldBlock => {}
+                Err(error) if error.kind() == ErrorKind::WouldBlock => self.wait()?,
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 result => return result,
             }

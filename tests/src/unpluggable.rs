@@ -38,8 +38,10 @@ impl UnpluggableDevice {
 
     /// Pulls it out: from now on every read and every write fails.
     pub fn unplug(&self) {
+        // First that no write makes it grow again: one that is under way would bring a part of it back, without its content.
+        fcntl_add_seals(&self.memory, SealFlags::GROW).expect("the device's memory can be kept from growing");
         ftruncate(&self.memory, 0).expect("the device's memory can be given up");
-        fcntl_add_seals(&self.memory, SealFlags::GROW | SealFlags::SHRINK).expect("it can be kept so");
+        fcntl_add_seals(&self.memory, SealFlags::SHRINK).expect("it can be kept so");
     }
 
     /// From now on every write fails. What was written can be read.

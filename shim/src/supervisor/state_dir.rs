@@ -231,7 +231,14 @@ impl StateDir {
             .with_guest(GuestState::Running));
         }
         RamHome::remove_leftovers(&path, ram_directory);
-        for leftover in ["vm.json", "qmp.sock", "api.sock", "ask.sock"] {
+        for leftover in [
+            "vm.json",
+            "qmp.sock",
+            "api.sock",
+            "ask.sock",
+            "feed.json",
+            "feed.sock",
+        ] {
             let _ = fs::remove_file(path.join(leftover));
         }
         Ok(VmDirectory {

@@ -144,7 +144,7 @@ impl Desk {
                     self.deny_all(RequestQueue::guest_gone);
                 }
                 while self.running.is_none()
-                    && let Some((ask, ticket)) = self.queue.next()
+                    && let Some((ask, ticket)) = self.queue.next(Instant::now())
                 {
                     // Who waited may be gone, and wants nothing any more.
                     if ticket.is_closed() {

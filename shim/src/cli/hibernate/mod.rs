@@ -337,7 +337,11 @@ pub(super) async fn attach(
 ) -> Result<(Client, Request), Failure> {
     let monitor = absolute(socket)?;
     state.make()?;
-    let client = connect_in_time(socket, arguments.terms.lock_timeout.unwrap_or_default()).await?;
+    let mut limits = limits(arguments);
+    let begun = Instant::now();
+    let client = connect_in_time(socket, limits.lock).await?;
+    // What was waited for the monitor is not waited again for the image.
+    limits.lock = limits.lock.saturating_sub(begun.elapsed());
     wakes::check_over(client.peer_pid(), state)?;
     let (vm_name, record) = known_of(socket, client.peer_pid());
     // The command line that its process shows names the disks that it was started with.
@@ -358,7 +362,7 @@ pub(super) async fn attach(
         image,
         monitor,
         operations: state.operations(),
-        limits: limits(arguments),
+        limits,
         vm_name,
         command_line,
         shape: shape.flatten(),
@@ -426,8 +430,6 @@ pub(super) fn known_of(socket: &Path, pid: Option<u32>) -> (String, Option<VmRec
 
 fn describe(hibernated: &Hibernated) -> String {
     let took = |phase: &str| hibernated.timings_ms.get(phase).copied().unwrap_or_default();
-    let memory_ms = took("SavingMemory");
-    let rate = hibernated.data_bytes as f64 / 1e6 / memory_ms.max(0.001);
     let passed_over = hibernated
         .choice
         .passed_over
@@ -439,17 +441,24 @@ fn describe(hibernated: &Hibernated) -> String {
     } else {
         String::new()
     };
+    let (data, zero) = (ByteCount(hibernated.data_bytes), ByteCount(hibernated.zero_bytes));
+    let times = match hibernated.pause_ms {
+        Some(pause_ms) => {
+            let memory_ms = took("SavingMemory");
+            format!(
+                "paused {pause_ms:.0} ms: device state {:.0} ms, RAM {memory_ms:.0} ms ({data}{compressed} at {:.2} GB/s, {zero} of zeros left out), seal {:.0} ms",
+                took("SavingDevices"),
+                hibernated.data_bytes as f64 / 1e6 / memory_ms.max(0.001),
+                took("Syncing") + took("Sealing"),
+            )
+        }
+        None => format!("by an earlier command: {data}{compressed}, {zero} of zeros left out"),
+    };
     format!(
-        "hibernated to {} ({}, engine: {}, {})\npaused {:.0} ms: device state {:.0} ms, RAM {:.0} ms ({}{compressed} at {rate:.2} GB/s, {} of zeros left out), seal {:.0} ms{passed_over}",
+        "hibernated to {} ({}, engine: {}, {})\n{times}{passed_over}",
         hibernated.image.display(),
         hibernated.storage.kind,
         hibernated.choice.engine.name(),
         hibernated.storage.backend,
-        hibernated.pause_ms,
-        took("SavingDevices"),
-        memory_ms,
-        ByteCount(hibernated.data_bytes),
-        ByteCount(hibernated.zero_bytes),
-        took("Syncing") + took("Sealing"),
     )
 }

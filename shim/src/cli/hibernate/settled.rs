@@ -4,7 +4,6 @@
 //! (written by who saw it), and the image itself, whose manifest names the operation that made it. The image goes where
 //! the state directory does not, so that a command can be repeated after the host's restart.
 
-use std::collections::BTreeMap;
 use std::fs;
 use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
@@ -110,7 +109,7 @@ fn as_snapshot(made: Hibernated) -> Snapshot {
         zero_bytes: made.zero_bytes,
         pause_ms: made.pause_ms,
         live: None,
-        sealed_after_ms: made.timings_ms.values().sum(),
+        sealed_after_ms: None,
         timings_ms: made.timings_ms,
     }
 }
@@ -124,13 +123,6 @@ fn told(image: &Image) -> Result<Hibernated, Failure> {
     } else {
         VolumeKind::File
     };
-    let standing = |phase: &str| !matches!(phase, "Preflight" | "Reserving");
-    let timings_ms: BTreeMap<String, f64> = manifest.timings_ms.clone();
-    let pause_ms = timings_ms
-        .iter()
-        .filter(|(phase, _)| standing(phase))
-        .map(|(_, took)| took)
-        .sum();
     Ok(Hibernated {
         result: HibernatedTag::Hibernated,
         image: image.path().to_owned(),
@@ -147,7 +139,8 @@ fn told(image: &Image) -> Result<Hibernated, Failure> {
         data_bytes: usage.data.0,
         stored_bytes: usage.stored.0,
         zero_bytes: usage.zero.0,
-        pause_ms,
-        timings_ms,
+        // The manifest was written before the end of it.
+        pause_ms: None,
+        timings_ms: manifest.timings_ms.clone(),
     })
 }

@@ -219,7 +219,11 @@ async fn follow(
             })?,
             Ok(()) = signals.changed() => {
                 // An operation that has just ended takes no cancel, and its document tells how it ended.
-                if let Ok(CancelAnswer::TooLate) = supervisor.cancel(id).await {
+                let answer = tokio::select! {
+                    answer = supervisor.cancel(id) => answer,
+                    Ok(()) = signals.changed() => return Err(unheard(supervisor)),
+                };
+                if let Ok(CancelAnswer::TooLate) = answer {
                     report.remark(match operation.kind {
                         OperationKind::Hibernate | OperationKind::Snapshot => "too late to cancel: the image is being sealed",
                         OperationKind::SuspendToDisk => {
@@ -255,11 +259,25 @@ async fn begin(
             Ok(()) = signals.changed() => {
                 is_wanted = false;
                 if let Some(id) = terms.id {
-                    let _ = supervisor.cancel(id).await;
+                    tokio::select! {
+                        _ = supervisor.cancel(id) => {}
+                        Ok(()) = signals.changed() => return Err(unheard(supervisor)),
+                    }
                 }
             }
         }
     }
+}
+
+/// Somebody asked twice for an end, and the supervisor did not answer once.
+fn unheard(supervisor: &Supervisor) -> Failure {
+    Failure::new(
+        Code::Unreachable,
+        format!(
+            "the supervisor of VM {} does not answer; the operation may go on, `dormouse status` tells when it can be asked again",
+            supervisor.name()
+        ),
+    )
 }
 
 /// A guest can outlive its supervisor; then it is reached in another way.
@@ -299,7 +317,9 @@ async fn by_ourselves(
         return hibernated(settled?);
     }
     let (client, request) = attach(socket, target, &arguments.save, image, state).await?;
-    let name = (request.monitor == state.monitor_socket(&request.vm_name)).then(|| request.vm_name.clone());
+    let name = state
+        .is_monitor_of(&request.vm_name, &request.monitor)
+        .then(|| request.vm_name.clone());
     let prepared = Prepared::new(id, OperationKind::Hibernate);
     let (documents, cancel) = (prepared.watch(), prepared.cancel());
     let work = prepared.hibernate(client, request);

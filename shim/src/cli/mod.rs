@@ -221,8 +221,15 @@ struct WakeArguments {
     /// The image
     image: PathBuf,
     /// Name of the VM [default: the one that it was saved with]
-    #[arg(long)]
+    #[arg(long, conflicts_with = "print_args")]
     name: Option<String>,
+    /// Only print the QEMU command line for a launcher that starts QEMU itself, one argument a line, with --json as a
+    /// list; reads nothing but the image
+    #[arg(long, conflicts_with_all = ["paused", "keep_image", "verify", "detach", "termination_message"])]
+    print_args: bool,
+    /// With --print-args: the socket that QEMU's monitor for Dormouse shall have
+    #[arg(long, value_name = "SOCKET", requires = "print_args")]
+    qmp: Option<PathBuf>,
     /// How RAM comes back [default: map where it can be, else lazy where the host allows, else eager]
     #[arg(long)]
     mode: Option<Mode>,

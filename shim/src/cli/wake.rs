@@ -1,5 +1,7 @@
 //! `dormouse wake`: brings the guest in an image back, and supervises it.
 
+mod print_args;
+
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
@@ -26,8 +28,11 @@ use crate::supervisor::{Supervised, remove_used_up, supervise};
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(200);
 
 pub async fn wake(arguments: WakeArguments, state: &StateDir, report: &Report) -> Result<ExitCode, Failure> {
-    let name = match arguments.name {
-        Some(name) => name,
+    if arguments.print_args {
+        return print_args::print_args(arguments, report);
+    }
+    let name = match &arguments.name {
+        Some(name) => name.clone(),
         None => Image::open(&arguments.image)?.manifest().vm_name.clone(),
     };
     // The name in an image is somebody's word.
@@ -41,21 +46,7 @@ pub async fn wake(arguments: WakeArguments, state: &StateDir, report: &Report) -
     let directory = state.claim(&name, ram_dir).await?;
     recover::check_not_interrupted(&arguments.image, state)?;
     recover::sweep(&name, state).await;
-    let request = Request {
-        image: arguments.image,
-        mode: arguments.mode,
-        paused: arguments.paused,
-        verify: arguments.verify,
-        disks_as_saved: arguments.disks_as_saved,
-        force_disks: arguments.force_disks,
-        other_disks: arguments.disks,
-        changes: arguments.changes,
-        key: arguments.key.read()?,
-        feed: FeedWish {
-            rate_limit: arguments.rate_limit,
-            keep_image: arguments.keep_image,
-        },
-    };
+    let request = request(&arguments)?;
     let surroundings = Surroundings {
         vm_directory: directory.path(),
         monitor_socket: &state.monitor_socket(&name),
@@ -106,6 +97,25 @@ pub async fn wake(arguments: WakeArguments, state: &StateDir, report: &Report) -
     };
     let ended = supervise(supervised, signals).await?;
     Ok(conclude(&ended, &arguments.supervision, report))
+}
+
+/// What is asked for.
+fn request(arguments: &WakeArguments) -> Result<Request, Failure> {
+    Ok(Request {
+        image: arguments.image.clone(),
+        mode: arguments.mode,
+        paused: arguments.paused,
+        verify: arguments.verify,
+        disks_as_saved: arguments.disks_as_saved,
+        force_disks: arguments.force_disks,
+        other_disks: arguments.disks.clone(),
+        changes: arguments.changes.clone(),
+        key: arguments.key.read()?,
+        feed: FeedWish {
+            rate_limit: arguments.rate_limit,
+            keep_image: arguments.keep_image,
+        },
+    })
 }
 
 /// A mapped image is the guest's memory and stays, locked, as long as the guest. A guest that was filled from its image

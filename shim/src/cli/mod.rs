@@ -225,10 +225,11 @@ struct WakeArguments {
     name: Option<String>,
     /// Only print the QEMU command line for a launcher that starts QEMU itself, one argument a line, with --json as a
     /// list; reads nothing but the image
-    #[arg(long, conflicts_with_all = ["paused", "keep_image", "verify", "detach", "termination_message"])]
+    #[arg(long, conflicts_with_all = ["paused", "keep_image", "verify"])]
     print_args: bool,
-    /// With --print-args: the socket that QEMU's monitor for Dormouse shall have
-    #[arg(long, value_name = "SOCKET", requires = "print_args")]
+    /// Monitor of a QEMU that a launcher started with -incoming defer, and as --print-args says: the guest is woken in it, and
+    /// the command ends. With --print-args: where QEMU shall have that monitor
+    #[arg(long, value_name = "SOCKET", conflicts_with_all = ["name", "detach", "termination_message"])]
     qmp: Option<PathBuf>,
     /// How RAM comes back [default: map where it can be, else lazy where the host allows, else eager]
     #[arg(long)]

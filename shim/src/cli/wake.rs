@@ -1,6 +1,7 @@
 //! `dormouse wake`: brings the guest in an image back, and supervises it.
 
 mod print_args;
+mod take_over;
 
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -15,10 +16,12 @@ use super::report::Report;
 use super::{WakeArguments, conclude, detach, recover};
 use crate::api::types::{Ram, Woken as WokenDocument};
 use crate::error::{Code, Failure};
+use crate::machine::effect::out_of_order;
 use crate::machine::wake::feeding::Feeding;
 use crate::machine::wake::lazy::FeedWish;
 use crate::machine::wake::machine::Phase;
 use crate::machine::wake::runner::{Surroundings, Woken, wake as wake_guest};
+use crate::machine::wake::take_over::Qemu;
 use crate::machine::wake::{Mode, Request};
 use crate::signals::Signals;
 use crate::supervisor::state_dir::{StateDir, checked_name};
@@ -30,6 +33,9 @@ const PROGRESS_INTERVAL: Duration = Duration::from_millis(200);
 pub async fn wake(arguments: WakeArguments, state: &StateDir, report: &Report) -> Result<ExitCode, Failure> {
     if arguments.print_args {
         return print_args::print_args(arguments, report);
+    }
+    if let Some(socket) = arguments.qmp.clone() {
+        return take_over::take_over(arguments, &socket, state, report).await;
     }
     let name = match &arguments.name {
         Some(name) => name.clone(),
@@ -55,6 +61,7 @@ pub async fn wake(arguments: WakeArguments, state: &StateDir, report: &Report) -
         wakes: &state.wakes(),
         vm_name: &name,
         started: &|pid, command_line| directory.record(pid, command_line, None),
+        others: None,
     };
     let woken = match wake_unless_signalled(request, surroundings, &mut signals, report).await {
         Ok(woken) => woken,
@@ -65,6 +72,9 @@ pub async fn wake(arguments: WakeArguments, state: &StateDir, report: &Report) -
             }
             return Err(failure);
         }
+    };
+    let Qemu::Ours(qemu) = woken.qemu else {
+        return Err(out_of_order());
     };
     let document = WokenDocument {
         operation: woken.image.manifest().operation,
@@ -87,7 +97,7 @@ pub async fn wake(arguments: WakeArguments, state: &StateDir, report: &Report) -
         directory,
         operations: state.operations(),
         moves: state.moves(),
-        qemu: woken.qemu,
+        qemu,
         ram,
         image,
         feeding,

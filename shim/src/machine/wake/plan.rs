@@ -98,8 +98,18 @@ pub fn plan_for_launcher(image: &Image, request: &Request) -> Result<Plan, Failu
     )
 }
 
+/// The plan for a QEMU that a launcher has started. How RAM comes back is settled when it is seen.
+pub fn plan_to_take_over(image: &Image, request: &Request) -> Result<Plan, Failure> {
+    let plan = plan_for_launcher(image, request)?;
+    let forced = check_disks(image.manifest(), &plan.disks, request)?;
+    Ok(Plan {
+        forced_disks: forced.into_iter().collect(),
+        ..plan
+    })
+}
+
 /// Compares the disks' files with what they were at the save. Returns what differs and was let through.
-pub fn check_disks(manifest: &Manifest, on: &[Disk], request: &Request) -> Result<Option<String>, Failure> {
+fn check_disks(manifest: &Manifest, on: &[Disk], request: &Request) -> Result<Option<String>, Failure> {
     if !request.disks_as_saved {
         snapshot::check_disks_apart(manifest, on)?;
     }
@@ -174,10 +184,7 @@ fn lay_out(
             "the image does not say which RAM block is the machine's main RAM",
         ));
     }
-    let placed = match mode {
-        Mode::Stream => Vec::new(),
-        Mode::Map | Mode::Lazy | Mode::Eager => placed_blocks(manifest),
-    };
+    let placed = placed_in(mode, manifest);
     let line = line
         .for_wake(&manifest.machine)
         .with_changes(&request.changes)
@@ -237,9 +244,22 @@ impl Plan {
             .map_err(|error| Failure::new(Code::Refused, format!("the recorded command line: {error}")))
     }
 
+    /// RAM comes back in another way than was planned.
+    pub fn settle_mode(&mut self, image: &Image, mode: Mode) {
+        self.mode = mode;
+        self.placed = placed_in(mode, image.manifest());
+    }
+
     /// How much RAM the placed blocks are.
     pub fn placed_total(&self) -> ByteCount {
         ByteCount(self.placed.iter().map(|(_, length)| length.0).sum())
+    }
+}
+
+fn placed_in(mode: Mode, manifest: &Manifest) -> Vec<(String, ByteCount)> {
+    match mode {
+        Mode::Stream => Vec::new(),
+        Mode::Map | Mode::Lazy | Mode::Eager => placed_blocks(manifest),
     }
 }
 

@@ -38,6 +38,18 @@ impl<'a> Launcher<'a> {
 
     /// Starts QEMU with these arguments, and waits until its monitor listens.
     pub fn start_with(scene: &'a Scene, arguments: &[String]) -> Self {
+        let mut launcher = Self::start_at_once(scene, arguments);
+        until("QEMU to listen", || {
+            assert!(launcher.is_alive(), "QEMU ended: {}", launcher.said());
+            launcher.socket.exists().then_some(())
+        });
+        launcher
+    }
+
+    /// Starts QEMU with these arguments, and waits for nothing.
+    pub fn start_at_once(scene: &'a Scene, arguments: &[String]) -> Self {
+        // One that was killed leaves it.
+        let _ = fs::remove_file(Self::socket_of(scene));
         let log = scene.lab.path("launcher.log");
         let output = fs::File::create(&log).expect("the log can be made");
         let child = Command::new(&arguments[0])
@@ -46,17 +58,12 @@ impl<'a> Launcher<'a> {
             .stderr(output)
             .spawn()
             .expect("QEMU starts");
-        let mut launcher = Self {
+        Self {
             scene,
             socket: Self::socket_of(scene),
             child,
             log,
-        };
-        until("QEMU to listen", || {
-            assert!(launcher.is_alive(), "QEMU ended: {}", launcher.said());
-            launcher.socket.exists().then_some(())
-        });
-        launcher
+        }
     }
 
     /// Has the guest woken in it.

@@ -4,7 +4,7 @@
 
 use std::{fs, path::Path, process::Command};
 
-use dormouse_tests::{Launcher, QemuBuild, Scene};
+use dormouse_tests::{Guest, Launcher, LoopDevice, QemuBuild, Scene};
 use serde_json::json;
 
 const REFUSED: i32 = 3;
@@ -252,4 +252,118 @@ fn a_qemu_that_does_not_wait_for_an_image_is_refused() {
         .monitor()
         .execute("migrate-incoming", json!({"uri": elsewhere}));
     expect_refused(&mut launcher, &image, &scene, &["told to load something already"]);
+}
+
+#[test]
+fn a_qemu_that_was_started_a_moment_ago_is_waited_for() {
+    let scene = Scene::new(QemuBuild::V10_0);
+    let image = scene.hibernated();
+    let last = scene.guest.last_counter();
+    let arguments = Launcher::arguments(&scene, &image, &[]);
+    let launcher = Launcher::start_at_once(&scene, &arguments);
+    launcher.wake(&image, &[]).expect_success();
+    assert!(scene.guest.wait_for_more_ticks() > last);
+}
+
+/// Its memory.
+fn memory(scene: &Scene, name: &str) -> Vec<u8> {
+    let mut monitor = scene.guest.monitor();
+    if monitor.status() == "running" {
+        monitor.stop();
+    }
+    monitor.memory(scene.guest.ram_bytes(), &scene.lab.path(name))
+}
+
+const FILE: &str = "memory-backend-file,id=pc.ram,size=67108864,mem-path=/dev/shm,";
+const MEMFD: &str = "memory-backend-memfd,id=pc.ram,size=67108864,";
+
+#[test]
+fn every_byte_comes_back_into_memory_of_any_kind_from_images_of_any_form() {
+    for (build, form, mode, from, to) in [
+        // RAM in a memfd.
+        (QemuBuild::V7_2, "none", "eager", FILE, MEMFD),
+        (QemuBuild::V10_0, "zstd", "eager", FILE, MEMFD),
+        // RAM in a file that holds something already.
+        (
+            QemuBuild::V11_1,
+            "none",
+            "eager",
+            "mem-path=/dev/shm,",
+            "mem-path=RAM,",
+        ),
+        // Without -S, which would run the guest once it is loaded.
+        (QemuBuild::V7_2, "none", "stream", "-S", "-nodefaults"),
+        (QemuBuild::V11_1, "key", "stream", "-S", "-nodefaults"),
+        (QemuBuild::V11_1, "key", "eager", "-S", "-nodefaults"),
+    ] {
+        let scene = Scene::new(build);
+        let key = scene.lab.path("key");
+        fs::write(&key, [7; 32]).unwrap();
+        let key = ["--key-file", key.to_str().unwrap()];
+        let (saving, reading): (&[&str], &[&str]) = match form {
+            "key" => (&key, &key),
+            form => (&["--compress", form], &[]),
+        };
+        let image = scene.image();
+        let mut supervisor = scene.run();
+        let before = memory(&scene, "before");
+        let saved = scene.dormouse.start_hibernating_with("guest", &image, saving);
+        scene.dormouse.finish(saved).expect_success();
+        supervisor.wait_for_end();
+        scene.lab.wait_for_no_qemu();
+
+        let ram = tempfile::NamedTempFile::new_in("/dev/shm").unwrap();
+        fs::write(ram.path(), vec![0xa5; 64 << 20]).unwrap();
+        let to = to.replace("RAM", &ram.path().to_string_lossy());
+        let arguments = Launcher::arguments(&scene, &image, &["--mode", mode]);
+        let arguments = changed(&arguments, from, &to);
+        let launcher = Launcher::start_with(&scene, &arguments);
+        let woken = launcher.wake(&image, reading).expect_success().result();
+        assert_eq!(woken["woken"]["mode"], mode, "{woken}");
+        // It was saved paused.
+        assert_eq!(launcher.status(), "paused");
+        let after = memory(&scene, "after");
+        let difference = before.iter().zip(&after).position(|(a, b)| a != b);
+        assert_eq!(
+            (before.len(), difference),
+            (after.len(), None),
+            "{build} {form} {mode}"
+        );
+        launcher.monitor().cont();
+        scene.guest.wait_for_more_ticks();
+    }
+}
+
+#[test]
+fn a_block_device_is_the_guests_memory_and_takes_no_other_image_meanwhile() {
+    for build in [QemuBuild::V10_0, QemuBuild::V11_1] {
+        let scene = Scene::new(build);
+        let device = LoopDevice::with_old_data(&scene.lab, 160);
+        let mut supervisor = scene.run();
+        let saved = scene
+            .dormouse
+            .start_hibernating_with("guest", device.path(), &["--replace"]);
+        scene.dormouse.finish(saved).expect_success();
+        supervisor.wait_for_end();
+        scene.lab.wait_for_no_qemu();
+        let last = scene.guest.last_counter();
+        let mut launcher = Launcher::start(&scene, device.path(), &["--mode", "map"]);
+        let woken = launcher.wake(device.path(), &[]).expect_success().result();
+        assert_eq!(woken["image"], "in-use");
+        assert!(scene.guest.wait_for_more_ticks() > last);
+        let onto_itself = ["--replace"];
+        let saving =
+            scene
+                .dormouse
+                .start_hibernating_by_monitor(launcher.socket(), device.path(), &onto_itself);
+        scene.dormouse.finish(saving).expect_exit(REFUSED);
+        scene.guest.wait_for_more_ticks();
+        let elsewhere = scene.lab.path("again.image");
+        let saved = scene.dormouse.hibernate_by_monitor(launcher.socket(), &elsewhere);
+        saved.expect_success();
+        launcher.wait_for_end();
+        let last = scene.guest.last_counter();
+        let _woken = scene.dormouse.wake("guest", &elsewhere, &[]);
+        assert!(scene.guest.wait_for_more_ticks() > last);
+    }
 }

@@ -6,10 +6,12 @@
 use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
+use std::time::Duration;
 
-use dormouse_qmp::{Client, ConnectOptions};
+use dormouse_qmp::{Client, ConnectError, ConnectOptions};
 use dormouse_storage::Image;
 use serde_json::json;
+use tokio::time::Instant;
 
 use super::{WakeArguments, request, wake_unless_signalled};
 use crate::api::types::Woken as WokenDocument;
@@ -25,6 +27,12 @@ use crate::supervisor::remove_used_up;
 use crate::supervisor::state_dir::{StateDir, VmRecord};
 use crate::vm::process_identity::ProcessIdentity;
 
+/// How long a QEMU that was started a moment ago may take until it listens.
+const LISTEN_LIMIT: Duration = Duration::from_secs(10);
+
+/// How often its socket is tried.
+const POLL: Duration = Duration::from_millis(5);
+
 pub async fn take_over(
     arguments: WakeArguments,
     socket: &Path,
@@ -35,7 +43,7 @@ pub async fn take_over(
     state.make()?;
     let mut signals = Signals::watch()?;
     recover::check_not_interrupted(&arguments.image, state)?;
-    let client = Client::connect(socket, ConnectOptions::default()).await?;
+    let client = connect(socket).await?;
     wakes::check_over(client.peer_pid(), state)?;
     let (name, _) = known_of(socket, client.peer_pid());
     let waiting = Waiting::at(client)?;
@@ -62,6 +70,17 @@ pub async fn take_over(
         &format!("awake in QEMU's process {}: {}{}", process.pid, document.describe(), becomes.1),
     );
     Ok(ExitCode::SUCCESS)
+}
+
+/// Connects as soon as a QEMU listens that was started a moment ago.
+async fn connect(socket: &Path) -> Result<Client, Failure> {
+    let deadline = Instant::now() + LISTEN_LIMIT;
+    loop {
+        match Client::connect(socket, ConnectOptions::default()).await {
+            Err(ConnectError::Socket { .. }) if Instant::now() < deadline => tokio::time::sleep(POLL).await,
+            connected => return Ok(connected?),
+        }
+    }
 }
 
 /// What becomes of the image, for a program and for a person.

@@ -312,14 +312,18 @@ impl Waiting {
 
     /// What is to be done about a guest in a QEMU that may not run it.
     pub fn held(&self) -> Failure {
-        Failure::new(
-            Code::Operator,
+        let pid = self.pid();
+        let message = if self.process.is_alive() {
             format!(
-                "QEMU's process {} has the guest, which has not run, and is not Dormouse's to end: have its owner end it without \
-                 running the guest; then `dormouse recover` gives the image back, which wakes nowhere until then",
-                self.pid()
-            ),
-        )
+                "QEMU's process {pid} has the guest, which has not run, and is not Dormouse's to end: have its owner end it without \
+                 running the guest; then `dormouse recover` gives the image back, which wakes nowhere until then"
+            )
+        } else {
+            format!(
+                "QEMU's process {pid} has ended, and has not run the guest: `dormouse recover` gives the image back"
+            )
+        };
+        Failure::new(Code::Operator, message)
     }
 
     /// A failure to load, with what it means for this QEMU.

@@ -13,7 +13,6 @@ use std::{
 use dormouse_tests::{
     Launcher, QemuBuild, Scene,
     faults::{self, Hanging, SmallVolume},
-    until,
 };
 use rustix::process::Pid;
 use serde_json::{Value, json};
@@ -59,10 +58,8 @@ impl Asleep {
         let held = Hanging::volume(&self.images);
         let waking = launcher.start_waking(&self.image, &[]);
         let process = Pid::from_child(&waking);
-        until("the wake to stand in the mark", || {
-            let is_loaded = launcher.status() == "paused";
-            (is_loaded && faults::is_held(process)).then_some(())
-        });
+        launcher.monitor().wait_for_status("paused");
+        faults::wait_until_held(process);
         let (_, record) = self.scene.dormouse.wakes().pop().unwrap();
         assert_eq!(
             (&record["point"], &record["is_of_others"]),
@@ -164,9 +161,8 @@ fn a_wake_that_stands_in_the_mark_is_no_more_cancelled_and_no_second_one_begins(
     let held = Hanging::volume(&asleep.images);
     let waking = launcher.start_waking(image, &[]);
     let process = Pid::from_child(&waking);
-    until("the wake to stand in the mark", || {
-        (launcher.status() == "paused" && faults::is_held(process)).then_some(())
-    });
+    launcher.monitor().wait_for_status("paused");
+    faults::wait_until_held(process);
     launcher.wake(image, &[]).expect_exit(UNREACHABLE);
     let second = scene.dormouse.try_wake("other", image, &[]);
     assert_ne!(second.exit_code(), Some(0), "{second:#?}");

@@ -177,15 +177,8 @@ fn killed_while_qemu_ends_the_image_is_the_guest() {
     let qemu = scene.lab.only_qemu();
     let client = guarded.start_hibernating(&SLOWLY);
     let held = held_after_the_seal(scene, &guarded.state);
-    let mut looks_held = 0;
-    until("QEMU to be asked once more whether its guest ran", || {
-        // Whoever is held for long has asked: only the record is left.
-        looks_held += 1;
-        if !faults::is_held(Pid::from_child(&client)) {
-            looks_held = 0;
-        }
-        (looks_held == 20).then_some(())
-    });
+    // Whoever is held for long has asked QEMU once more whether its guest ran: only the record is left.
+    faults::wait_until_held(Pid::from_child(&client));
     faults::freeze(qemu);
     drop(held);
     until("the record after the seal", || {

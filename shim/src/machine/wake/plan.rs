@@ -13,6 +13,9 @@ use crate::vm::binary::{self, Binary};
 use crate::vm::command_line::{CommandLine, CommandLineError, MemoryBackend, Placement};
 use crate::vm::disks;
 
+/// Why a guest does not run before its RAM is there in a QEMU that somebody else started: nobody would feed it then.
+pub const NOT_FED: &str = "its QEMU is not Dormouse's own, and nobody would stay to feed it";
+
 /// A wake that can be tried.
 #[derive(Debug)]
 pub struct Plan {
@@ -59,39 +62,121 @@ pub fn check_state(image: &Image) -> Result<(), Failure> {
 /// Decides everything that can be decided without starting the guest's QEMU. `scratch`: a folder for a socket.
 pub async fn plan(image: &Image, request: &Request, scratch: &Path) -> Result<Plan, Failure> {
     let manifest = image.manifest();
-    let recorded = manifest.command_line.as_ref().ok_or_else(|| {
-        Failure::new(
-            Code::Refused,
-            "the image does not say how its guest was started; import it again, with the QEMU command line after `--`".to_owned(),
-        )
-    })?;
-    let directory = manifest
-        .working_directory
-        .clone()
-        .unwrap_or_else(|| PathBuf::from("/"));
-    let (on, recorded) = put_in_place(&manifest.disks, recorded, &directory, &request.other_disks)?;
+    let recorded = Recorded::of(manifest, request)?;
+    let forced = check_disks(manifest, &recorded.disks, request)?;
+    let line = recorded.line(manifest, &request.changes)?;
+    let abilities = abilities(manifest, line.program(), scratch).await?;
+    let plan = lay_out(
+        image,
+        request,
+        (recorded, line),
+        abilities,
+        feed::check_possible(),
+    )?;
+    Ok(Plan {
+        forced_disks: forced.into_iter().collect(),
+        ..plan
+    })
+}
+
+/// The plan for a QEMU that a launcher starts itself, by the image alone: disks may not be there yet, and the binary may be
+/// another. What the recorded QEMU could do each later one can.
+pub fn plan_for_launcher(image: &Image, request: &Request) -> Result<Plan, Failure> {
+    let manifest = image.manifest();
+    let recorded = Recorded::of(manifest, request)?;
+    let line = recorded.line(manifest, &request.changes)?;
+    let abilities = (
+        manifest.qemu.memory_backend_offset,
+        manifest.qemu.memory_backend_rom,
+    );
+    lay_out(
+        image,
+        request,
+        (recorded, line),
+        abilities,
+        Err(NOT_FED.to_owned()),
+    )
+}
+
+/// The plan for a QEMU that a launcher has started. How RAM comes back is settled when it is seen.
+pub fn plan_to_take_over(image: &Image, request: &Request) -> Result<Plan, Failure> {
+    let plan = plan_for_launcher(image, request)?;
+    let forced = check_disks(image.manifest(), &plan.disks, request)?;
+    Ok(Plan {
+        forced_disks: forced.into_iter().collect(),
+        ..plan
+    })
+}
+
+/// Compares the disks' files with what they were at the save. Returns what differs and was let through.
+fn check_disks(manifest: &Manifest, on: &[Disk], request: &Request) -> Result<Option<String>, Failure> {
     if !request.disks_as_saved {
-        snapshot::check_disks_apart(manifest, &on)?;
+        snapshot::check_disks_apart(manifest, on)?;
     }
-    let forced = unless_forced(disks::check_unchanged(&on), request.force_disks)?;
-    let refused =
-        |error: CommandLineError| Failure::new(Code::Refused, format!("the recorded command line: {error}"));
-    let line = CommandLine::parse(&recorded).map_err(refused)?;
-    guard::check_line(manifest, &line, &request.changes).map_err(|error| match error {
-        CheckLineError::Differs(failure) => failure,
-        CheckLineError::Line(error) => Failure::new(
-            Code::Usage,
-            format!("QEMU's command line with its changes: {error}"),
-        ),
-    })?;
-    let (offset_property, rom_property) = abilities(manifest, line.program(), scratch).await?;
+    unless_forced(disks::check_unchanged(on), request.force_disks)
+}
+
+/// The recorded machine, with disks that lie elsewhere where they are.
+struct Recorded {
+    command_line: Vec<String>,
+    directory: PathBuf,
+    disks: Vec<Disk>,
+}
+
+impl Recorded {
+    fn of(manifest: &Manifest, request: &Request) -> Result<Self, Failure> {
+        let recorded = manifest.command_line.as_ref().ok_or_else(|| {
+            Failure::new(
+                Code::Refused,
+                "the image does not say how its guest was started; import it again, with the QEMU command line after `--`"
+                    .to_owned(),
+            )
+        })?;
+        let directory = manifest
+            .working_directory
+            .clone()
+            .unwrap_or_else(|| PathBuf::from("/"));
+        let (disks, command_line) =
+            put_in_place(&manifest.disks, recorded, &directory, &request.other_disks)?;
+        Ok(Self {
+            command_line,
+            directory,
+            disks,
+        })
+    }
+
+    /// The command line, which has to make the machine that was saved.
+    fn line(&self, manifest: &Manifest, changes: &[String]) -> Result<CommandLine, Failure> {
+        let refused = |error: CommandLineError| {
+            Failure::new(Code::Refused, format!("the recorded command line: {error}"))
+        };
+        let line = CommandLine::parse(&self.command_line).map_err(refused)?;
+        guard::check_line(manifest, &line, changes).map_err(|error| match error {
+            CheckLineError::Differs(failure) => failure,
+            CheckLineError::Line(error) => Failure::new(
+                Code::Usage,
+                format!("QEMU's command line with its changes: {error}"),
+            ),
+        })?;
+        Ok(line)
+    }
+}
+
+fn lay_out(
+    image: &Image,
+    request: &Request,
+    (recorded, line): (Recorded, CommandLine),
+    (offset_property, rom_property): (bool, bool),
+    lazy: Result<(), String>,
+) -> Result<Plan, Failure> {
+    let manifest = image.manifest();
     let against_map = against_map(
         image.check_mappable(),
         offset_property,
         line.shares_memory(),
         &manifest.qemu.version,
     );
-    let mode = choose_mode(request.mode, against_map, feed::check_possible())?;
+    let mode = choose_mode(request.mode, against_map, lazy)?;
     let main_ram = manifest.machine_default_ram_id.clone().unwrap_or_default();
     if main_ram.is_empty() && !line.names_main_memory() {
         return Err(Failure::new(
@@ -99,10 +184,7 @@ pub async fn plan(image: &Image, request: &Request, scratch: &Path) -> Result<Pl
             "the image does not say which RAM block is the machine's main RAM",
         ));
     }
-    let placed = match mode {
-        Mode::Stream => Vec::new(),
-        Mode::Map | Mode::Lazy | Mode::Eager => placed_blocks(manifest),
-    };
+    let placed = placed_in(mode, manifest);
     let line = line
         .for_wake(&manifest.machine)
         .with_changes(&request.changes)
@@ -117,12 +199,12 @@ pub async fn plan(image: &Image, request: &Request, scratch: &Path) -> Result<Pl
         line,
         main_ram,
         rom_property,
-        directory,
-        recorded,
-        disks: on,
+        directory: recorded.directory,
+        recorded: recorded.command_line,
+        disks: recorded.disks,
         placed,
         was_running: manifest.guest.state_when_saved == SavedState::Running,
-        forced_disks: forced.into_iter().collect(),
+        forced_disks: Vec::new(),
     })
 }
 
@@ -162,9 +244,22 @@ impl Plan {
             .map_err(|error| Failure::new(Code::Refused, format!("the recorded command line: {error}")))
     }
 
+    /// RAM comes back in another way than was planned.
+    pub fn settle_mode(&mut self, image: &Image, mode: Mode) {
+        self.mode = mode;
+        self.placed = placed_in(mode, image.manifest());
+    }
+
     /// How much RAM the placed blocks are.
     pub fn placed_total(&self) -> ByteCount {
         ByteCount(self.placed.iter().map(|(_, length)| length.0).sum())
+    }
+}
+
+fn placed_in(mode: Mode, manifest: &Manifest) -> Vec<(String, ByteCount)> {
+    match mode {
+        Mode::Stream => Vec::new(),
+        Mode::Map | Mode::Lazy | Mode::Eager => placed_blocks(manifest),
     }
 }
 

@@ -228,7 +228,12 @@ pub async fn supervise(mut supervised: Supervised, mut signals: Signals) -> Resu
     }
     if let Some(feeding) = feeding {
         // It ended with QEMU at the latest; what it does with the image it does to the end.
-        let _ = feeding.await;
+        if let Ok((_, Some(spent))) = feeding.await {
+            let image = spent.image.path().to_owned();
+            if let (_, Err(failure)) = spent.put_away(supervised.directory.path()).await {
+                tracing::warn!(%failure, image = %image.display(), "the image is used up, and could not be put away; remove it");
+            }
+        }
     }
     // What QEMU said last may be on its way still; its monitor is closed now.
     let reason = tokio::time::timeout(LAST_WORDS, reason).await;

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use dormouse_storage::{ByteCount, ImageKey};
 use serde_json::json;
+use uuid::Uuid;
 
 use super::Wanted;
 use crate::cli::report::Report;
@@ -19,6 +20,15 @@ pub(super) struct Fed {
     directory: PathBuf,
     /// It may be unreadable.
     record: Result<FeedRecord, Failure>,
+}
+
+impl Fed {
+    /// Whether it was begun by one of these wakes.
+    pub(super) fn is_of_any(&self, wakes: &[Uuid]) -> bool {
+        self.record
+            .as_ref()
+            .is_ok_and(|record| wakes.contains(&record.wake))
+    }
 }
 
 /// The VMs that are meant.

@@ -28,6 +28,7 @@ use tokio::time::Instant;
 
 use crate::error::{Code, Failure, GuestState};
 use crate::journal::{self, Found};
+use crate::machine::wake::feeding::{self, FeedRecord};
 use crate::machine::{volume, wake};
 use crate::vm::file_identity::FileIdentity;
 use crate::vm::process_identity::ProcessIdentity;
@@ -216,7 +217,9 @@ impl StateDir {
             }
         };
         if let Some(pid) = VmRecord::read(&path).and_then(|record| record.living()) {
-            let hint = if self.is_interrupted(pid) {
+            let hint = if FeedRecord::read(&path).is_some() {
+                format!("; its memory still comes from an image: `dormouse recover {name}` feeds it the rest")
+            } else if self.is_interrupted(pid) {
                 format!("; an operation on it was interrupted: `dormouse recover {name}` ends that first")
             } else {
                 String::new()
@@ -231,7 +234,7 @@ impl StateDir {
             .with_guest(GuestState::Running));
         }
         RamHome::remove_leftovers(&path, ram_directory);
-        for leftover in ["vm.json", "qmp.sock", "api.sock", "ask.sock"] {
+        for leftover in ["vm.json", "qmp.sock", "api.sock", "ask.sock", feeding::RECORD] {
             let _ = fs::remove_file(path.join(leftover));
         }
         Ok(VmDirectory {

@@ -89,8 +89,15 @@ fn ended(name: &str, failure: Failure, state: &StateDir, report: &Report) -> Res
 
 /// A guest whose supervisor is gone may have been fed by it.
 fn with_stopped_feed(name: &str, failure: Failure, state: &StateDir) -> Failure {
-    let Some(record) = FeedRecord::read(&state.path().join(name)) else {
-        return failure;
+    let record = match FeedRecord::read(&state.path().join(name)) {
+        Ok(None) => return failure,
+        Ok(Some(record)) => record,
+        Err(unreadable) => {
+            return Failure {
+                message: format!("{failure}; {unreadable}"),
+                ..failure
+            };
+        }
     };
     let image = record.image.display();
     let more = match (record.qemu.is_alive(), holder(&record.image)) {

@@ -228,7 +228,16 @@ pub async fn supervise(mut supervised: Supervised, mut signals: Signals) -> Resu
             }
         }
     };
-    desk.wait_for_end().await;
+    // An operation may still wait for its storage. It is asked about and cancelled as before; no signal has a QEMU to go to.
+    loop {
+        tokio::select! {
+            () = desk.wait_for_end() => break,
+            signal = signals.next() => {
+                let _ = desk.signalled(signal);
+            }
+            Some(request) = requested.recv() => desk.answer(request, &handle),
+        }
+    }
     // It ended with QEMU at the latest; what it does with the image it does to the end.
     let fed = match feeding {
         Some(feeding) => feeding.await.ok(),
@@ -240,7 +249,7 @@ pub async fn supervise(mut supervised: Supervised, mut signals: Signals) -> Resu
     let operation = handle.last_operation();
     let mut ending = LastEnding::seen(&handle.name, status, reason, operation.as_ref());
     if let Some(Err(unfed)) = fed {
-        ending.unfed = ended_unfed(*unfed, &ending).await;
+        ending.unfed = ended_unfed(*unfed, &ending, supervised.directory.path()).await;
     }
     if let Err(error) = supervised.directory.state().note_ending(&ending) {
         tracing::warn!(%error, ?ending, "cannot write down how the VM ended");
@@ -257,13 +266,13 @@ pub async fn supervise(mut supervised: Supervised, mut signals: Signals) -> Resu
 }
 
 /// What becomes of the image that a guest was still being fed from when it ended. Tells what is kept.
-async fn ended_unfed(unfed: Unfed, ending: &LastEnding) -> Option<Left> {
+async fn ended_unfed(unfed: Unfed, ending: &LastEnding, vm_directory: &Path) -> Option<Left> {
     if !ending.is_of_the_guest_itself() {
         tracing::error!(failure = %unfed.failure, "not all of the guest's memory got to it");
         return Some(unfed.left);
     }
     let left = unfed.left.clone();
-    match unfed.guest_is_off().await {
+    match unfed.guest_is_off(vm_directory).await {
         Ok(()) => None,
         Err(failure) => {
             tracing::warn!(%failure, "the guest is off, but its image could not be put away; remove it");

@@ -12,6 +12,7 @@
 mod agent;
 mod dormouse;
 pub mod faults;
+mod feed;
 mod foreign;
 mod guest;
 pub mod interrupted;

@@ -77,6 +77,8 @@ pub struct MemoryFeed {
 pub enum FeedState {
     /// Memory is coming.
     Feeding,
+    /// Some of it cannot be had from the image: the guest stands where it needs it. All else is coming, or there.
+    Damaged,
     /// All is there.
     Complete,
     /// Not all will be.
@@ -99,22 +101,24 @@ pub struct DamagedMemory {
 impl From<&View> for MemoryFeed {
     fn from(view: &View) -> Self {
         let (state, numbers, damage) = view.state();
-        let took = match &state {
-            State::Complete(fed) => fed.took,
-            _ => view.began().elapsed(),
-        };
-        let bytes_per_second = (numbers.fed.0 as f64 / took.as_secs_f64().max(1e-3)) as u64;
-        let left = numbers.total.0 - numbers.fed.0.min(numbers.total.0);
+        let (pace, rest) = view.pace();
+        let error = view.failure();
         let micros = |time: Option<Duration>| Some(time?.as_micros().try_into().unwrap_or(u64::MAX));
         Self {
             total_bytes: numbers.total.0,
             fed_bytes: numbers.fed.0,
-            bytes_per_second,
-            remaining_ms: (state == State::Feeding && bytes_per_second > 0)
-                .then(|| (left as f64 / bytes_per_second as f64 * 1000.0) as u64),
+            bytes_per_second: pace.0,
+            remaining_ms: rest.map(|rest| rest.as_millis().try_into().unwrap_or(u64::MAX)),
             answers: numbers.answers,
             answer_p50_us: micros(numbers.half_within),
             answer_p99_us: micros(numbers.nearly_all_within),
+            state: match state {
+                State::Feeding if damage.is_empty() => FeedState::Feeding,
+                State::Feeding => FeedState::Damaged,
+                State::Complete(_) => FeedState::Complete,
+                State::Failed(_) => FeedState::Failed,
+            },
+            error: error.as_ref().map(Problem::from),
             damaged: damage
                 .into_iter()
                 .map(|damage| DamagedMemory {
@@ -124,15 +128,6 @@ impl From<&View> for MemoryFeed {
                     why: damage.why,
                 })
                 .collect(),
-            error: match &state {
-                State::Failed(failure) => Some(Problem::from(failure)),
-                _ => None,
-            },
-            state: match state {
-                State::Feeding => FeedState::Feeding,
-                State::Complete(_) => FeedState::Complete,
-                State::Failed(_) => FeedState::Failed,
-            },
         }
     }
 }

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use dormouse_qmp::capabilities::{Capabilities, MirrorSafety, mirror_loses_writes};
 use dormouse_qmp::view::machine::RunState;
 use dormouse_qmp::{Client, Greeting};
-use dormouse_storage::{GuestMemory, Layout};
+use dormouse_storage::{GuestMemory, Layout, feed};
 use serde::{Deserialize, Serialize};
 
 use super::binary::MemoryBackendAbilities;
@@ -112,7 +112,9 @@ pub async fn diagnose(
         }
         Err(failure) => (Vec::new(), Err(failure.clone())),
     };
-    findings.extend(wake_findings(MemoryBackendAbilities::of(client).await?, &line));
+    let abilities = MemoryBackendAbilities::of(client).await?;
+    let lazy = feed::check_possible(abilities.offset);
+    findings.extend(wake_findings(abilities, &line, lazy));
     findings.extend(qemu_findings(
         client.greeting(),
         &*Capabilities::of(client).await?,
@@ -168,16 +170,20 @@ fn engine_findings(facts: &Facts<'_>) -> Vec<Finding> {
     ]
 }
 
-fn wake_findings(abilities: MemoryBackendAbilities, line: &CommandLine) -> Vec<Finding> {
+fn wake_findings(
+    abilities: MemoryBackendAbilities,
+    line: &CommandLine,
+    lazy: Result<(), String>,
+) -> Vec<Finding> {
     let map = if !abilities.offset {
         cannot(
             "wake by map",
-            "memory-backend-file of this QEMU has no offset=, which came with QEMU 8.1; wake by eager",
+            "memory-backend-file of this QEMU has no offset=, which came with QEMU 8.1; wake by lazy or eager",
         )
     } else if line.shares_memory() {
         cannot(
             "wake by map",
-            "the command line wants memory shared (share=on), and a map is private; wake by eager",
+            "the command line wants memory shared (share=on), and a map is private; wake by lazy or eager",
         )
     } else {
         can(
@@ -185,8 +191,16 @@ fn wake_findings(abilities: MemoryBackendAbilities, line: &CommandLine) -> Vec<F
             "RAM is read when it is touched; such a guest is hibernated again by a stream",
         )
     };
+    let lazy = match lazy {
+        Ok(()) => can(
+            "wake by lazy",
+            "the guest runs at once, and RAM is fed to it while it does; each chunk is checked before",
+        ),
+        Err(why) => cannot("wake by lazy", &why),
+    };
     vec![
         map,
+        lazy,
         can("wake by eager", "RAM is read and checked before the guest runs"),
     ]
 }
@@ -327,9 +341,12 @@ mod tests {
             (new, &shared, false, "share=on"),
             (new, &line("qemu"), true, "when it is touched"),
         ] {
-            let map = &wake_findings(abilities, line)[0];
+            let [map, lazy, _] = &wake_findings(abilities, line, Err("it rains".to_owned()))[..] else {
+                panic!("map, lazy and eager")
+            };
             assert_eq!(map.can, can, "{map:?}");
             assert!(map.detail.contains(words), "{map:?}");
+            assert_eq!((lazy.can, &lazy.detail[..]), (false, "it rains"));
         }
     }
 }

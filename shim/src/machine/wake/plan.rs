@@ -46,7 +46,9 @@ pub fn check_state(image: &Image) -> Result<(), Failure> {
         ImageState::Writing => format!("{path} was never completed"),
         ImageState::Waking => {
             format!(
-                "{path} is being woken, or its wake ended in between: its guest may have run since, which `dormouse recover` finds out"
+                "{path} is being woken, or its wake ended in between: its guest may have run since, which `dormouse recover` finds \
+                 out. Where that finds nothing its guest has run; what is in it can be exported, or given up with `dormouse \
+                 image discard`"
             )
         }
         ImageState::Consumed => {
@@ -91,7 +93,8 @@ pub async fn plan(image: &Image, request: &Request, scratch: &Path) -> Result<Pl
         line.shares_memory(),
         &manifest.qemu.version,
     );
-    let mode = choose_mode(request.mode, against_map, feed::check_possible())?;
+    // QEMU opens /dev/userfaultfd since the version that brought offset=, and no command tells the one.
+    let mode = choose_mode(request.mode, against_map, feed::check_possible(offset_property))?;
     let main_ram = manifest.machine_default_ram_id.clone().unwrap_or_default();
     if main_ram.is_empty() && !line.names_main_memory() {
         return Err(Failure::new(

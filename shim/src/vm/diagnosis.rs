@@ -12,6 +12,7 @@ use super::binary::MemoryBackendAbilities;
 use super::command_line::CommandLine;
 use super::engine::{self, Facts, Wish};
 use super::memory::{DEVICE_STATE_BOUND, Memory};
+use super::own_memory::{self, OwnMemory};
 use super::shape::Shape;
 use super::{blockers, cpu_model, disks, monitor, process};
 use crate::error::{Code, Failure, sentence};
@@ -112,7 +113,14 @@ pub async fn diagnose(
         }
         Err(failure) => (Vec::new(), Err(failure.clone())),
     };
-    findings.extend(wake_findings(MemoryBackendAbilities::of(client).await?, &line));
+    // The name does not matter here: what is told of main RAM is its place.
+    let own = own_memory::of(&line, "of -m", &directory)
+        .map_err(|error| Failure::new(Code::Refused, error.to_string()))?;
+    findings.extend(wake_findings(
+        MemoryBackendAbilities::of(client).await?,
+        &line,
+        own.first(),
+    ));
     findings.extend(qemu_findings(
         client.greeting(),
         &*Capabilities::of(client).await?,
@@ -168,8 +176,14 @@ fn engine_findings(facts: &Facts<'_>) -> Vec<Finding> {
     ]
 }
 
-fn wake_findings(abilities: MemoryBackendAbilities, line: &CommandLine) -> Vec<Finding> {
-    let map = if !abilities.offset {
+fn wake_findings(
+    abilities: MemoryBackendAbilities,
+    line: &CommandLine,
+    own: Option<&OwnMemory>,
+) -> Vec<Finding> {
+    let map = if let Some(own) = own {
+        cannot("wake by map", &own.against_moving())
+    } else if !abilities.offset {
         cannot(
             "wake by map",
             "memory-backend-file of this QEMU has no offset=, which came with QEMU 8.1; wake by eager",
@@ -187,7 +201,13 @@ fn wake_findings(abilities: MemoryBackendAbilities, line: &CommandLine) -> Vec<F
     };
     vec![
         map,
-        can("wake by eager", "RAM is read and checked before the guest runs"),
+        match own {
+            None => can("wake by eager", "RAM is read and checked before the guest runs"),
+            Some(own) => cannot(
+                "wake by eager",
+                &format!("{}; wake by stream", own.against_moving()),
+            ),
+        },
     ]
 }
 
@@ -327,9 +347,17 @@ mod tests {
             (new, &shared, false, "share=on"),
             (new, &line("qemu"), true, "when it is touched"),
         ] {
-            let map = &wake_findings(abilities, line)[0];
+            let map = &wake_findings(abilities, line, None)[0];
             assert_eq!(map.can, can, "{map:?}");
             assert!(map.detail.contains(words), "{map:?}");
+        }
+        let huge = line("qemu -m 64 -object memory-backend-memfd,id=dimm,size=64M,hugetlb=on");
+        let own = own_memory::of(&huge, "of -m", Path::new("/")).unwrap();
+        for finding in wake_findings(new, &huge, own.first()) {
+            assert!(
+                !finding.can && finding.detail.contains("RAM block dimm"),
+                "{finding:?}"
+            );
         }
     }
 }

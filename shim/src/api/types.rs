@@ -159,6 +159,9 @@ pub struct Woken {
     pub operation: Option<Uuid>,
     /// How RAM came back.
     pub mode: wake::Mode,
+    /// Why in no better way, where none was wished for.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub passed_over: Vec<String>,
     /// From QEMU's start to a guest that runs, in milliseconds.
     pub start_to_running_ms: f64,
     /// How long each phase took, in milliseconds.
@@ -606,6 +609,7 @@ impl Woken {
             .forced_disks
             .iter()
             .map(|what| format!("; in spite of its disks (--force-disks): {what}"))
+            .chain(self.passed_over.iter().map(|why| format!("\n{why}")))
             .collect::<String>()
     }
 }
@@ -640,6 +644,7 @@ impl From<wake::Report> for Woken {
             operation: None,
             mode: report.mode,
             start_to_running_ms: report.start_to_running_ms,
+            passed_over: report.passed_over,
             forced_disks: report.forced_disks,
             follow_up: report.follow_up,
             timings_ms: by_name(&report.timings_ms),

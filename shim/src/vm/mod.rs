@@ -22,6 +22,7 @@ pub mod monitor;
 pub mod mount;
 pub mod moved_disk;
 pub mod options;
+pub mod own_memory;
 pub mod process;
 pub mod process_identity;
 pub mod ram_home;

@@ -15,6 +15,7 @@ pub mod file_identity;
 pub mod graph;
 pub mod hardware;
 pub mod last_words;
+pub mod launched_memory;
 pub mod lock_holder;
 pub mod memory;
 pub mod migration_socket;

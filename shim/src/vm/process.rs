@@ -1,5 +1,6 @@
 //! QEMU's process: one of our own with its monitor, and the end of any.
 
+use std::collections::HashSet;
 use std::fmt::Display;
 use std::fs;
 use std::io::{self, IsTerminal};
@@ -292,6 +293,17 @@ fn maps(pid: u32, device: FileIdentity) -> bool {
     })
 }
 
+/// The files and devices that the process has open; `None` if that cannot be seen.
+pub fn open_files(pid: u32) -> Option<HashSet<FileIdentity>> {
+    let descriptors = fs::read_dir(format!("/proc/{pid}/fd")).ok()?;
+    let files = descriptors.flatten();
+    Some(
+        files
+            .filter_map(|descriptor| FileIdentity::at(&descriptor.path()))
+            .collect(),
+    )
+}
+
 /// The end of a process that need not be our child. Made while the process surely lives, so that a process id that is
 /// used again is not taken for it.
 #[derive(Debug)]
@@ -345,5 +357,8 @@ mod tests {
         assert!(has_open(ours, &held) && has_open(ours, &link));
         assert!(!has_open(ours, &closed));
         assert!(!has_open(ours, &folder.path().join("missing")));
+        let open = open_files(ours).unwrap();
+        assert!(open.contains(&FileIdentity::at(&link).unwrap()));
+        assert!(!open.contains(&FileIdentity::at(&closed).unwrap()));
     }
 }

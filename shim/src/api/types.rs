@@ -232,6 +232,9 @@ pub enum NewOperation {
         /// Whether the volumes are only switched when that is asked for.
         #[serde(default)]
         complete_by_hand: bool,
+        /// Whether dirty bitmaps that cannot go with their disk may be lost.
+        #[serde(default)]
+        drop_bitmaps: bool,
         /// How long it may take until the switch, in milliseconds.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         timeout_ms: Option<u64>,

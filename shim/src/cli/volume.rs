@@ -53,6 +53,10 @@ pub struct MoveArguments {
     /// When the volumes are switched: once all are in step, or when `dormouse volume complete` says so
     #[arg(long, value_enum, default_value_t)]
     complete: Complete,
+    /// Move disks without those of their dirty bitmaps that cannot go with them: persistent ones to a raw volume, ones of
+    /// backing images; without this they are refused
+    #[arg(long)]
+    drop_bitmaps: bool,
     /// Leave the guest on its old volumes if the new ones are not in place after this time (30s, 5m) [default: no limit]
     #[arg(long, value_name = "TIME", value_parser = humantime::parse_duration)]
     timeout: Option<Duration>,
@@ -110,6 +114,7 @@ async fn move_volumes(
                 volumes: arguments.volumes,
                 speed_limit_bytes: arguments.speed.map(|speed| speed.0),
                 complete_by_hand: by_hand,
+                drop_bitmaps: arguments.drop_bitmaps,
                 timeout_ms: limits.total.map(as_ms),
                 stall_timeout_ms: Some(as_ms(limits.stall)),
             };
@@ -134,6 +139,7 @@ async fn move_volumes(
                 volumes: arguments.volumes,
                 speed_limit: arguments.speed,
                 by_hand,
+                drop_bitmaps: arguments.drop_bitmaps,
                 limits,
                 monitor: absolute(socket)?,
                 operations: state.moves(),

@@ -392,6 +392,7 @@ fn volume_move(wish: NewOperation, handle: &Handle) -> Result<volume::Request, F
         volumes,
         speed_limit_bytes,
         complete_by_hand,
+        drop_bitmaps,
         timeout_ms,
         stall_timeout_ms,
     } = wish
@@ -406,6 +407,7 @@ fn volume_move(wish: NewOperation, handle: &Handle) -> Result<volume::Request, F
         volumes,
         speed_limit: speed_limit_bytes.map(ByteCount),
         by_hand: complete_by_hand,
+        drop_bitmaps,
         limits: volume::Limits {
             total: timeout_ms.map(Duration::from_millis),
             stall: stall_timeout_ms.map_or(limits.stall, Duration::from_millis),

@@ -14,9 +14,9 @@ use crate::api::types::{NewOperation, Operation, OperationKind};
 use crate::error::{Code, Failure};
 use crate::machine::hibernate::machine::CancelAnswer;
 use crate::machine::hibernate::runner::Cancel;
-use crate::machine::suspend;
 use crate::machine::volume::runner::Word;
 use crate::machine::wake::feeding::View;
+use crate::machine::{suspend, volume};
 
 /// How long a finished operation's document is kept for a watcher that has not read it, once QEMU is gone.
 const FAREWELL: Duration = Duration::from_secs(2);
@@ -262,6 +262,19 @@ impl Desk {
                         Err(failure) => {
                             tracing::warn!(code = ?failure.code, guest = ?failure.guest, %failure, "volumes not moved")
                         }
+                    }
+                })
+            }
+            NewOperation::GrowVolume { disk, size_bytes } => {
+                let request = volume::grow::Request {
+                    disk,
+                    size_bytes,
+                    command_line: handle.machine().command_line,
+                };
+                tokio::spawn(async move {
+                    match prepared.grow_volume(client, request).await {
+                        Ok(grown) => tracing::info!(to_bytes = grown.to_bytes, "{} grew", grown.disk),
+                        Err(failure) => tracing::warn!(code = ?failure.code, %failure, "no disk grew"),
                     }
                 })
             }

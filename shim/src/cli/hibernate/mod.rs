@@ -91,7 +91,7 @@ pub async fn hibernate(
 fn hibernated(ending: Ending) -> Result<Hibernated, Failure> {
     match ending {
         Ending::Hibernated(hibernated) => Ok(*hibernated),
-        Ending::Snapshot(_) | Ending::SuspendedToDisk(_) | Ending::VolumesMoved(_) => Err(something_else()),
+        _ => Err(something_else()),
     }
 }
 
@@ -214,6 +214,7 @@ async fn follow(
             news = supervisor.news(id, operation.version) => news.map_err(|failure| {
                 failure.while_doing(match operation.kind {
                     OperationKind::MoveVolumes => "the volumes may have been switched, `dormouse recover` finds out",
+                    OperationKind::GrowVolume => "the disk may have grown, growing it again makes sure",
                     _ => "it may have ended well, look at the image or the guest's disk",
                 })
             })?,
@@ -226,6 +227,7 @@ async fn follow(
                             "too late to cancel: the guest was told to suspend itself to its disk"
                         }
                         OperationKind::MoveVolumes => "too late to cancel: the volumes are being switched",
+                        OperationKind::GrowVolume => "too late to cancel: the guest is being told",
                     });
                 }
                 continue;

@@ -5,6 +5,7 @@
 //! `mirror` for its jobs. The old volumes are never written or removed.
 
 pub mod bitmaps;
+pub mod grow;
 pub mod machine;
 pub mod mirror;
 pub mod nodes;

@@ -134,7 +134,7 @@ pub async fn make(
 }
 
 /// Other work on the disks, or on all of the VM, has to be over.
-async fn check_idle(client: &Client) -> Result<(), Failure> {
+pub(super) async fn check_idle(client: &Client) -> Result<(), Failure> {
     let refused = |why: String| Err(Failure::new(Code::Refused, why));
     let state = monitor::run_state(client).await?;
     let may_move = matches!(
@@ -259,14 +259,14 @@ async fn examine(
 }
 
 /// How a drive is called to a person.
-fn label(drive: &BlockInfo) -> String {
+pub(super) fn label(drive: &BlockInfo) -> String {
     let named = [drive.device.as_str(), drive.qdev.as_deref().unwrap_or_default()];
     let name = named.into_iter().find(|name| !name.is_empty()).unwrap_or("?");
     format!("disk {name}")
 }
 
 /// The drive that a person means.
-fn find<'a>(graph: &'a Graph, disk: &str, directory: &Path) -> Result<&'a BlockInfo, Failure> {
+pub(super) fn find<'a>(graph: &'a Graph, disk: &str, directory: &Path) -> Result<&'a BlockInfo, Failure> {
     let identity = disk
         .contains('/')
         .then(|| FileIdentity::at(&directory.join(disk)))
@@ -371,7 +371,7 @@ async fn device_verdict(client: &Client, drive: &BlockInfo) -> Option<&'static s
 }
 
 /// The file or block device at the bottom.
-fn file_below<'a>(graph: &'a Graph, root: &'a str) -> Result<&'a str, String> {
+pub(super) fn file_below<'a>(graph: &'a Graph, root: &'a str) -> Result<&'a str, String> {
     let mut here = root;
     loop {
         let node = graph.node(here).ok_or("one of its nodes is not told")?;

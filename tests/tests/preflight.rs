@@ -2,7 +2,7 @@
 
 use std::{ffi::OsString, fs, io::Write, os::unix::fs::FileExt, path::Path};
 
-use dormouse_tests::{Guest, LoopDevice, QemuBuild, Scene, faults::SmallVolume};
+use dormouse_tests::{Guest, LoopDevice, PlainQemu, QemuBuild, Scene, faults::SmallVolume};
 use serde_json::json;
 
 const REFUSED: i32 = 3;
@@ -330,6 +330,43 @@ fn a_device_that_the_guests_disk_lies_on_or_that_lies_on_it_takes_no_image() {
     expect_refusal(&scene, whole.path(), "is the guest's own disk");
     scene.dormouse.hibernate("guest", &scene.image()).expect_success();
     scene.lab.wait_for_no_qemu();
+}
+
+#[test]
+fn a_device_that_lies_on_the_guests_memory_takes_no_image() {
+    let scene = Scene::new(QemuBuild::V10_0);
+    let file = scene.lab.path("ram");
+    let ram = format!(
+        "memory-backend-file,id=pc.ram,size=64M,share=on,mem-path={}",
+        file.display()
+    );
+    let arguments = ["-object", &ram, "-machine", "memory-backend=pc.ram"];
+    let _plain = PlainQemu::start_with(&scene.guest, &arguments);
+    scene.guest.wait_for_ticks(5);
+    let over_the_memory = LoopDevice::over(&file);
+    let over_that = LoopDevice::over(over_the_memory.path());
+    for is_removed in [false, true] {
+        if is_removed {
+            fs::remove_file(&file).unwrap();
+        }
+        for device in [&over_the_memory, &over_that] {
+            let socket = scene.guest.monitor_socket();
+            let outcome = scene
+                .dormouse
+                .hibernate_by_monitor(socket, device.path())
+                .expect_exit(REFUSED);
+            let message = outcome.result()["error"]["message"].to_string();
+            assert!(
+                message.contains("is the guest's own RAM block pc.ram"),
+                "{message}"
+            );
+            scene.guest.wait_for_more_ticks();
+        }
+    }
+    scene
+        .dormouse
+        .hibernate_by_monitor(scene.guest.monitor_socket(), &scene.image())
+        .expect_success();
 }
 
 #[test]

@@ -538,8 +538,8 @@ pub struct Hibernated {
     pub stored_bytes: u64,
     /// RAM that was zero and was not written, in bytes.
     pub zero_bytes: u64,
-    /// From the stop of the vCPUs to a sealed image, in milliseconds.
-    pub pause_ms: f64,
+    /// From the stop of the vCPUs to a sealed image, in milliseconds; not known of a hibernation by an earlier command.
+    pub pause_ms: Option<f64>,
     /// How long each phase took, in milliseconds.
     pub timings_ms: BTreeMap<String, f64>,
 }
@@ -629,7 +629,7 @@ impl From<hibernate::Report> for Hibernated {
             data_bytes: report.data.0,
             stored_bytes: report.stored.0,
             zero_bytes: report.zero.0,
-            pause_ms: report.pause_ms,
+            pause_ms: Some(report.pause_ms),
             timings_ms: by_name(&report.timings_ms),
         }
     }

@@ -165,14 +165,18 @@ fn describe(snapshot: &Snapshot) -> String {
             format!(" after {passes} passes while it ran, which did not converge")
         }
     };
+    let times = match (snapshot.sealed_after_ms, snapshot.pause_ms) {
+        (Some(sealed_after_ms), Some(pause_ms)) => {
+            format!(", complete after {sealed_after_ms:.0} ms\npaused {pause_ms:.0} ms")
+        }
+        _ => ", taken by an earlier command".to_owned(),
+    };
     format!(
-        "snapshot in {} ({}, engine: {}, {}), complete after {:.0} ms\npaused {:.0} ms{live} ({} as {}, {} of zeros left out); {guest}{passed_over}",
+        "snapshot in {} ({}, engine: {}, {}){times}{live} ({} as {}, {} of zeros left out); {guest}{passed_over}",
         snapshot.image.display(),
         snapshot.storage.kind,
         snapshot.choice.engine.name(),
         snapshot.storage.backend,
-        snapshot.sealed_after_ms,
-        snapshot.pause_ms,
         ByteCount(snapshot.data_bytes),
         ByteCount(snapshot.stored_bytes),
         ByteCount(snapshot.zero_bytes),

@@ -144,7 +144,7 @@ impl Desk {
                     self.deny_all(RequestQueue::guest_gone);
                 }
                 while self.running.is_none()
-                    && let Some((ask, ticket)) = self.queue.next()
+                    && let Some((ask, ticket)) = self.queue.next(Instant::now())
                 {
                     // Who waited may be gone, and wants nothing any more.
                     if ticket.is_closed() {
@@ -157,8 +157,8 @@ impl Desk {
                     return self.signal.take();
                 }
             }
-            // A snapshot that is past its seal is over soon, and its guest is still there.
-            News::CancelAnswered(CancelAnswer::TooLate) if !self.takes_a_snapshot() => {
+            // One that leaves the guest is over soon, and its guest is still there.
+            News::CancelAnswered(CancelAnswer::TooLate) if !self.leaves_the_guest() => {
                 self.deny_all(RequestQueue::too_late);
             }
             News::CancelAnswered(_) => {}
@@ -167,10 +167,10 @@ impl Desk {
         None
     }
 
-    fn takes_a_snapshot(&self) -> bool {
+    fn leaves_the_guest(&self) -> bool {
         let documents = self.documents.borrow();
         let kind = documents.last().map(|operation| operation.borrow().kind);
-        kind == Some(OperationKind::Snapshot)
+        matches!(kind, Some(OperationKind::Snapshot | OperationKind::MoveVolumes))
     }
 
     fn deny_all(&mut self, take: impl FnOnce(&mut RequestQueue<Ticket>) -> Vec<(Denial, Ticket)>) {
@@ -341,11 +341,12 @@ impl Desk {
 
     /// After QEMU's end: lets the operation come to its own.
     pub async fn wait_for_end(&mut self) {
-        if let Some(running) = self.running.take()
-            && let Err(error) = running.task.await
+        if let Some(running) = &mut self.running
+            && let Err(error) = (&mut running.task).await
         {
             tracing::error!(%error, "an operation ended in panic");
         }
+        self.running = None;
     }
 
     /// Lets a watcher read how the last operation ended.

@@ -14,8 +14,8 @@ use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use tokio::process::{Child, Command};
 use tokio::time::Instant;
 
+use super::block_ground::overlap;
 use super::command_line::CommandLine;
-use super::file_identity::FileIdentity;
 use super::last_words::LastWords;
 use crate::error::{Code, Failure, GuestState};
 
@@ -248,17 +248,15 @@ pub fn visible_command_line(pid: u32, directory: &Path) -> Result<Vec<String>, F
     Ok(arguments)
 }
 
-/// Whether the process has the file or device at `path` open, as far as its descriptors can be seen.
+/// Whether the process has the file or device at `path` open, or what lies on it or under it, as far as its descriptors can
+/// be seen.
 pub fn has_open(pid: u32, path: &Path) -> bool {
-    let Some(wanted) = FileIdentity::at(path) else {
-        return false;
-    };
     let descriptors = fs::read_dir(format!("/proc/{pid}/fd"));
     descriptors
         .into_iter()
         .flatten()
         .flatten()
-        .any(|descriptor| FileIdentity::at(&descriptor.path()) == Some(wanted))
+        .any(|descriptor| overlap(path, &descriptor.path()))
 }
 
 /// The end of a process that need not be our child. Made while the process surely lives, so that a process id that is

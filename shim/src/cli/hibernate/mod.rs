@@ -220,7 +220,11 @@ async fn follow(
             })?,
             Ok(()) = signals.changed() => {
                 // An operation that has just ended takes no cancel, and its document tells how it ended.
-                if let Ok(CancelAnswer::TooLate) = supervisor.cancel(id).await {
+                let answer = tokio::select! {
+                    answer = supervisor.cancel(id) => answer,
+                    Ok(()) = signals.changed() => return Err(unheard(supervisor)),
+                };
+                if let Ok(CancelAnswer::TooLate) = answer {
                     report.remark(match operation.kind {
                         OperationKind::Hibernate | OperationKind::Snapshot => "too late to cancel: the image is being sealed",
                         OperationKind::SuspendToDisk => {
@@ -257,11 +261,25 @@ async fn begin(
             Ok(()) = signals.changed() => {
                 is_wanted = false;
                 if let Some(id) = terms.id {
-                    let _ = supervisor.cancel(id).await;
+                    tokio::select! {
+                        _ = supervisor.cancel(id) => {}
+                        Ok(()) = signals.changed() => return Err(unheard(supervisor)),
+                    }
                 }
             }
         }
     }
+}
+
+/// Somebody asked twice for an end, and the supervisor did not answer once.
+fn unheard(supervisor: &Supervisor) -> Failure {
+    Failure::new(
+        Code::Unreachable,
+        format!(
+            "the supervisor of VM {} does not answer; the operation may go on, `dormouse status` tells when it can be asked again",
+            supervisor.name()
+        ),
+    )
 }
 
 /// A guest can outlive its supervisor; then it is reached in another way.
@@ -301,7 +319,9 @@ async fn by_ourselves(
         return hibernated(settled?);
     }
     let (client, request) = attach(socket, target, &arguments.save, image, state).await?;
-    let name = (request.monitor == state.monitor_socket(&request.vm_name)).then(|| request.vm_name.clone());
+    let name = state
+        .is_monitor_of(&request.vm_name, &request.monitor)
+        .then(|| request.vm_name.clone());
     let prepared = Prepared::new(id, OperationKind::Hibernate);
     let (documents, cancel) = (prepared.watch(), prepared.cancel());
     let work = prepared.hibernate(client, request);
@@ -339,7 +359,11 @@ pub(super) async fn attach(
 ) -> Result<(Client, Request), Failure> {
     let monitor = absolute(socket)?;
     state.make()?;
-    let client = connect_in_time(socket, arguments.terms.lock_timeout.unwrap_or_default()).await?;
+    let mut limits = limits(arguments);
+    let begun = Instant::now();
+    let client = connect_in_time(socket, limits.lock).await?;
+    // What was waited for the monitor is not waited again for the image.
+    limits.lock = limits.lock.saturating_sub(begun.elapsed());
     wakes::check_over(client.peer_pid(), state)?;
     let (vm_name, record) = known_of(socket, client.peer_pid());
     // The command line that its process shows names the disks that it was started with.
@@ -360,7 +384,7 @@ pub(super) async fn attach(
         image,
         monitor,
         operations: state.operations(),
-        limits: limits(arguments),
+        limits,
         vm_name,
         command_line,
         shape: shape.flatten(),
@@ -428,8 +452,6 @@ pub(super) fn known_of(socket: &Path, pid: Option<u32>) -> (String, Option<VmRec
 
 fn describe(hibernated: &Hibernated) -> String {
     let took = |phase: &str| hibernated.timings_ms.get(phase).copied().unwrap_or_default();
-    let memory_ms = took("SavingMemory");
-    let rate = hibernated.data_bytes as f64 / 1e6 / memory_ms.max(0.001);
     let passed_over = hibernated
         .choice
         .passed_over
@@ -441,17 +463,24 @@ fn describe(hibernated: &Hibernated) -> String {
     } else {
         String::new()
     };
+    let (data, zero) = (ByteCount(hibernated.data_bytes), ByteCount(hibernated.zero_bytes));
+    let times = match hibernated.pause_ms {
+        Some(pause_ms) => {
+            let memory_ms = took("SavingMemory");
+            format!(
+                "paused {pause_ms:.0} ms: device state {:.0} ms, RAM {memory_ms:.0} ms ({data}{compressed} at {:.2} GB/s, {zero} of zeros left out), seal {:.0} ms",
+                took("SavingDevices"),
+                hibernated.data_bytes as f64 / 1e6 / memory_ms.max(0.001),
+                took("Syncing") + took("Sealing"),
+            )
+        }
+        None => format!("by an earlier command: {data}{compressed}, {zero} of zeros left out"),
+    };
     format!(
-        "hibernated to {} ({}, engine: {}, {})\npaused {:.0} ms: device state {:.0} ms, RAM {:.0} ms ({}{compressed} at {rate:.2} GB/s, {} of zeros left out), seal {:.0} ms{passed_over}",
+        "hibernated to {} ({}, engine: {}, {})\n{times}{passed_over}",
         hibernated.image.display(),
         hibernated.storage.kind,
         hibernated.choice.engine.name(),
         hibernated.storage.backend,
-        hibernated.pause_ms,
-        took("SavingDevices"),
-        memory_ms,
-        ByteCount(hibernated.data_bytes),
-        ByteCount(hibernated.zero_bytes),
-        took("Syncing") + took("Sealing"),
     )
 }

@@ -17,7 +17,8 @@ use crate::supervisor::state_dir::StateDir;
 pub(super) struct Fed {
     name: String,
     directory: PathBuf,
-    record: FeedRecord,
+    /// It may be unreadable.
+    record: Result<FeedRecord, Failure>,
 }
 
 /// The VMs that are meant.
@@ -26,7 +27,7 @@ pub(super) fn look(state: &StateDir, wanted: &Wanted) -> Vec<Fed> {
     let mut found: Vec<Fed> = folders
         .filter_map(|folder| {
             let directory = folder.path();
-            let record = FeedRecord::read(&directory)?;
+            let record = FeedRecord::read(&directory).transpose()?;
             let name = folder.file_name().into_string().ok()?;
             Some(Fed {
                 name,
@@ -34,7 +35,11 @@ pub(super) fn look(state: &StateDir, wanted: &Wanted) -> Vec<Fed> {
                 record,
             })
         })
-        .filter(|fed| wanted.takes_vm(&fed.name, &fed.record.monitor))
+        .filter(|fed| match &fed.record {
+            Ok(record) => wanted.takes_vm(&fed.name, &record.monitor),
+            // It may be of any monitor.
+            Err(_) => !matches!(wanted, Wanted::Vm(name) if *name != fed.name),
+        })
         .collect();
     found.sort_by(|one, other| one.name.cmp(&other.name));
     found
@@ -48,30 +53,27 @@ pub(super) async fn recover(
     report: &Report,
 ) -> Option<Code> {
     let mut worst = None;
-    for Fed {
-        name,
-        directory,
-        record,
-    } in found
-    {
-        match go_on(&record, &directory, key.clone(), rate_limit).await {
-            Ok(outcome) => tell(&name, &record, &outcome, report),
-            // Its supervisor lives, and feeds it. Only who asks for it by name is told.
-            Err(failure) if failure.code == Code::Refused && matches!(wanted, Wanted::All) => {}
-            Err(failure) => {
-                let failure: Failure =
-                    failure.while_doing(&format!("{name}: its memory still comes from its image"));
-                report.failure(&failure);
-                worst = worst.max(Some(failure.code));
-            }
+    for fed in found {
+        if let Err(failure) = one(&fed, wanted, (key.clone(), rate_limit), report).await {
+            let doing = format!("{}: its memory still comes from its image", fed.name);
+            let failure: Failure = failure.while_doing(&doing);
+            report.failure(&failure);
+            worst = worst.max(Some(failure.code));
         }
     }
     worst
 }
 
-fn tell(name: &str, record: &FeedRecord, outcome: &FeedOutcome, report: &Report) {
+async fn one(
+    fed: &Fed,
+    wanted: &Wanted,
+    (key, rate_limit): (Option<ImageKey>, Option<ByteCount>),
+    report: &Report,
+) -> Result<(), Failure> {
+    let name = &fed.name;
+    let record = fed.record.as_ref().map_err(Failure::clone)?;
     let image = record.image.display();
-    let (bytes, text) = match outcome {
+    let (bytes, text) = match go_on(record, &fed.directory, key, rate_limit).await? {
         FeedOutcome::Complete(fed) => (
             fed.numbers.fed.0,
             format!(
@@ -79,9 +81,13 @@ fn tell(name: &str, record: &FeedRecord, outcome: &FeedOutcome, report: &Report)
             ),
         ),
         FeedOutcome::WasComplete => (0, format!("{name}: the guest had all of its memory from {image}")),
+        // Nothing is wrong with it, so only who asks for it by name is told.
+        FeedOutcome::UnderWay(_) if matches!(wanted, Wanted::All) => return Ok(()),
+        FeedOutcome::UnderWay(failure) => return Err(failure),
     };
     report.result(
         &json!({"result": "fed", "name": name, "image": record.image, "image_id": record.image_id, "fed_bytes": bytes}),
         &text,
     );
+    Ok(())
 }

@@ -11,7 +11,7 @@
 //! only whole copy of the guest's memory as it was saved.
 
 use std::fs::{self, File};
-use std::io::Write;
+use std::io::{ErrorKind, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -60,8 +60,24 @@ impl FeedRecord {
     }
 
     /// That of the VM with this folder, if it is or was being fed.
-    pub fn read(vm_directory: &Path) -> Option<Self> {
-        serde_json::from_slice(&fs::read(vm_directory.join(RECORD)).ok()?).ok()
+    pub fn read(vm_directory: &Path) -> Result<Option<Self>, Failure> {
+        let path = vm_directory.join(RECORD);
+        let cannot = |why: String| {
+            let remedy = "look at its guest's QEMU and image, end what has to end, and remove the record";
+            Failure::new(
+                Code::Operator,
+                format!("the record {} cannot be read: {why}; {remedy}", path.display()),
+            )
+        };
+        match fs::read(&path) {
+            Ok(text) => match serde_json::from_slice(&text) {
+                Ok(record) => Ok(Some(record)),
+                Err(error) => Err(cannot(error.to_string())),
+            },
+            // Nor is a VM where there is a file instead of a folder.
+            Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => Ok(None),
+            Err(error) => Err(cannot(error.to_string())),
+        }
     }
 
     /// Writes it down for good in the VM's folder.
@@ -88,9 +104,18 @@ impl FeedRecord {
     }
 
     /// The guest needs no more feeding.
-    pub fn remove(vm_directory: &Path) {
-        // One that stays is seen to be over by its image.
-        let _ = fs::remove_file(vm_directory.join(RECORD));
+    pub fn remove(vm_directory: &Path) -> Result<(), Failure> {
+        let path = vm_directory.join(RECORD);
+        match fs::remove_file(&path) {
+            Err(error) if error.kind() != ErrorKind::NotFound => Err(Failure::new(
+                Code::StorageIo,
+                format!(
+                    "the guest has all of its memory, and the record of that cannot be removed: {}: {error}",
+                    path.display()
+                ),
+            )),
+            _ => Ok(()),
+        }
     }
 }
 
@@ -149,11 +174,10 @@ impl Feeding {
         let outcome = match self.feed.ended().await {
             Ok(fed) => {
                 tracing::info!(?fed, "the guest has all of its memory");
-                if let Err(failure) = used_up(self.image, self.keep_image).await {
-                    // It stays `waking`, which no wake takes either.
+                if let Err(failure) = used_up(self.image, self.keep_image, vm_directory).await {
+                    // It stays `waking`, which no wake takes either, and a recovery sees from QEMU that all is there.
                     tracing::warn!(%failure, "the guest has all of its memory, but its image could not be put away; remove it");
                 }
-                FeedRecord::remove(vm_directory);
                 Ok(fed)
             }
             Err(error) => {
@@ -183,9 +207,13 @@ impl Feeding {
 }
 
 /// The guest needs the image no more.
-pub async fn used_up(mut image: Image, keep: bool) -> Result<(), Failure> {
+///
+/// The record goes between the mark and the image: whoever finds one, and no image, knows that one is missing.
+pub async fn used_up(mut image: Image, keep: bool, vm_directory: &Path) -> Result<(), Failure> {
+    let vm_directory = vm_directory.to_owned();
     blocking(move || {
         image.mark(ImageState::Consumed)?;
+        FeedRecord::remove(&vm_directory)?;
         if !keep {
             image.remove()?;
         }

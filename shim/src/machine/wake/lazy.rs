@@ -19,7 +19,7 @@ use std::time::Duration;
 use dormouse_qmp::view::machine::{HumanReadableText, RunState};
 use dormouse_qmp::{Client, command};
 use dormouse_storage::feed::{Fed, FeedError, Feeder, Told};
-use dormouse_storage::{ByteCount, Image, ImageError};
+use dormouse_storage::{ByteCount, Image};
 use serde_json::json;
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
@@ -188,8 +188,8 @@ fn joined(ended: Result<Result<Fed, FeedError>, tokio::task::JoinError>) -> Resu
 /// What a feed that failed is to the outside.
 pub fn failed(error: &FeedError) -> Failure {
     let code = match error {
-        FeedError::Image(ImageError::Io { .. }) => Code::StorageIo,
-        FeedError::Image(_) | FeedError::Damaged { .. } => Code::ImageInvalid,
+        FeedError::Image(error) => Code::from(error),
+        FeedError::Damaged { .. } => Code::ImageInvalid,
         FeedError::Mismatch(_) | FeedError::Refused => Code::Refused,
         _ => Code::Unreachable,
     };

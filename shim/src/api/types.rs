@@ -15,7 +15,7 @@ use crate::error::{Code, Disposition, Failure, GuestState};
 use crate::machine::effect::milliseconds;
 use crate::machine::hibernate::machine::CancelAnswer;
 use crate::machine::volume::grow::Grown;
-use crate::machine::volume::{VolumeProgress, Wish as VolumeWish};
+use crate::machine::volume::{VolumeProgress, WhenFull, Wish as VolumeWish};
 use crate::machine::wake::feeding::{State, View};
 use crate::machine::wake::follow_up::FollowUp;
 use crate::machine::{hibernate, suspend, volume, wake};
@@ -236,6 +236,12 @@ pub enum NewOperation {
         /// Whether dirty bitmaps that cannot go with their disk may be lost.
         #[serde(default)]
         drop_bitmaps: bool,
+        /// What is done when a new volume is full.
+        #[serde(default)]
+        when_full: WhenFull,
+        /// How long a volume that is not there is waited for, in milliseconds.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        wait_for_target_ms: Option<u64>,
         /// How long it may take until the switch, in milliseconds.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         timeout_ms: Option<u64>,
@@ -399,6 +405,9 @@ pub struct Operation {
     /// The volumes that are moved: which one counts, and how far each is.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub volumes: Vec<VolumeProgress>,
+    /// What it waits for, where that is somebody's to do: room on a volume, or a volume.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub waiting: Option<String>,
     /// What came of it, once it ended well.
     pub result: Option<Ending>,
     /// Why it failed, once it did.
@@ -557,6 +566,21 @@ pub enum HibernatedTag {
 pub struct Cancelled {
     /// What will come of it.
     pub answer: CancelAnswer,
+}
+
+/// A new speed for what is being copied.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct NewSpeed {
+    /// The most that is copied in a second, in bytes, per disk; `null`: as much as goes.
+    pub bytes_per_second: Option<u64>,
+}
+
+/// The answer to a new speed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SpeedChanged {
+    /// Whether there was still something to be copied.
+    pub in_time: bool,
 }
 
 /// The answer to the word that volumes may be switched now.

@@ -16,7 +16,7 @@ use uuid::Uuid;
 use super::bitmaps::{self, Bitmaps};
 use super::nodes::Names;
 use super::target::{Need, Target};
-use super::{Format, Request, Wish};
+use super::{Format, Request, WhenFull, Wish};
 use crate::error::{Code, Failure};
 use crate::vm::file_identity::FileIdentity;
 use crate::vm::graph::{Graph, is_filter};
@@ -67,6 +67,7 @@ impl Volume {
             size_bytes: self.size_bytes,
             allocated_bytes: self.allocated_bytes,
             direct: self.direct,
+            wants_room: true,
             like: Some(&self.old_file),
         }
     }
@@ -91,14 +92,7 @@ pub async fn make(
     let (mut volumes, mut refusals) = (Vec::new(), Vec::new());
     for (index, wish) in request.volumes.iter().enumerate() {
         let names = Names::of(operation, index);
-        let examined = examine(
-            client,
-            &graph,
-            (wish, request.drop_bitmaps),
-            names,
-            &directory,
-            &in_use,
-        );
+        let examined = examine(client, &graph, (wish, request), names, &directory, &in_use);
         match examined.await {
             Ok(volume) => volumes.push(volume),
             Err(refusal) => refusals.push(refusal),
@@ -197,7 +191,7 @@ impl InUse {
 async fn examine(
     client: &Client,
     graph: &Graph,
-    (wish, drop_bitmaps): (&Wish, bool),
+    (wish, request): (&Wish, &Request),
     names: Names,
     directory: &Path,
     in_use: &InUse,
@@ -252,8 +246,12 @@ async fn examine(
     };
     // Before it is opened for a look.
     in_use.check(&wish.to)?;
-    volume.target = Target::examine(wish, volume.need()).map_err(|failure| failure.while_doing(&label))?;
-    volume.bitmaps = bitmaps::examine(graph, &volume.old_chain, &volume.target, drop_bitmaps)
+    let need = Need {
+        wants_room: request.when_full == WhenFull::Stop,
+        ..volume.need()
+    };
+    volume.target = Target::examine(wish, need).map_err(|failure| failure.while_doing(&label))?;
+    volume.bitmaps = bitmaps::examine(graph, &volume.old_chain, &volume.target, request.drop_bitmaps)
         .map_err(|why| refused(&why))?;
     Ok(volume)
 }

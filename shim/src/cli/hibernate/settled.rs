@@ -51,7 +51,7 @@ pub fn settled(
         NewOperation::Snapshot(snapshot) => in_an_image(&snapshot.to, id, true, |made| {
             Ending::Snapshot(Box::new(as_snapshot(made)))
         }),
-        NewOperation::SuspendToDisk { .. } | NewOperation::MoveVolumes { .. } => None,
+        _ => None,
     }
 }
 

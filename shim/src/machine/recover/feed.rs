@@ -146,8 +146,7 @@ pub async fn go_on(
     let feeding = Feeding::new(feed, image, record.keep_image);
     // It is fed meanwhile, and to the end, whatever comes of this.
     let has_run = run_if_it_shall(record, &client, vm_directory).await;
-    let (fed, _) = feeding.run(vm_directory).await;
-    let fed = fed?;
+    let (fed, _) = feeding.run(vm_directory).await.map_err(|unfed| unfed.failure)?;
     has_run?;
     Ok(FeedOutcome::Complete(fed))
 }

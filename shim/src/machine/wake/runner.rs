@@ -132,10 +132,9 @@ struct Work<'a> {
     ram: Option<RamHome>,
     pages: Option<Pages>,
     qemu: Option<Qemu>,
-    /// Of a QEMU of others: what was set for the load, whether that was begun, and whether QEMU stays if it fails.
+    /// Of a QEMU of others: what was set for the load, and whether that was begun.
     settings: Option<MigrationSettings>,
     is_load_begun: bool,
-    stays: bool,
     feed: Option<Feed>,
     /// This wake's id.
     operation: Uuid,
@@ -159,7 +158,6 @@ impl<'a> Work<'a> {
             qemu: None,
             settings: None,
             is_load_begun: false,
-            stays: false,
             feed: None,
             operation: Uuid::new_v4(),
             journal: None,
@@ -349,7 +347,7 @@ impl<'a> Work<'a> {
         let image = self.image.take().ok_or_else(out_of_order)?;
         let what = What {
             except,
-            stay: self.stays,
+            stay: matches!(self.qemu, Some(Qemu::Others(_))),
         };
         self.is_load_begun = true;
         let (image, loaded) = load(&client, image, what, progress, &self.interrupt).await?;

@@ -31,9 +31,7 @@ impl Work<'_> {
             return Err(out_of_order());
         };
         let told = (&self.surroundings.progress, &self.interrupt);
-        let (settings, stays) = waiting.prepare(image, plan, &self.request, told).await?;
-        self.settings = Some(settings);
-        self.stays = stays;
+        self.settings = Some(waiting.prepare(image, plan, &self.request, told).await?);
         Ok(())
     }
 

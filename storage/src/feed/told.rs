@@ -1,5 +1,6 @@
 //! What is seen of a feed while it goes on.
 
+use std::ops::Range;
 use std::sync::Mutex;
 use std::sync::PoisonError;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -31,6 +32,8 @@ pub struct Damage {
     pub length: ByteCount,
     /// Why.
     pub why: String,
+    /// Whether it may come yet: storage did not give it, which is asked again.
+    pub may_come: bool,
 }
 
 /// How far a feed is.
@@ -126,13 +129,26 @@ impl Told {
     /// Notes a chunk that could not be had; `false` if that is known.
     pub(super) fn damaged(&self, damage: Damage) -> bool {
         let mut damages = self.damages();
-        let is_known = damages
-            .iter()
-            .any(|known| (&known.block, known.offset) == (&damage.block, damage.offset));
-        if !is_known {
-            damages.push(damage);
+        let known = damages
+            .iter_mut()
+            .find(|known| (&known.block, known.offset) == (&damage.block, damage.offset));
+        match known {
+            Some(known) => {
+                let is_news = known.may_come != damage.may_come;
+                *known = damage;
+                is_news
+            }
+            None => {
+                damages.push(damage);
+                true
+            }
         }
-        !is_known
+    }
+
+    /// A chunk came that could not be had before.
+    pub(super) fn mended(&self, block: &str, offsets: Range<u64>) {
+        self.damages()
+            .retain(|known| known.block != block || !offsets.contains(&known.offset));
     }
 
     fn damages(&self) -> std::sync::MutexGuard<'_, Vec<Damage>> {

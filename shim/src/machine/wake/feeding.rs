@@ -24,7 +24,7 @@ use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 use uuid::Uuid;
 
-use super::lazy::{Feed, failed};
+use super::lazy::{Feed, code_of, failed};
 use crate::error::{Code, Failure};
 use crate::machine::effect::blocking;
 use crate::vm::process_identity::ProcessIdentity;
@@ -303,13 +303,22 @@ impl View {
         match (state, damage.first()) {
             (State::Complete(_), _) | (State::Feeding, None) => None,
             (State::Failed(failure), _) => Some(failure),
-            (State::Feeding, Some(first)) => Some(Failure::new(
-                Code::ImageInvalid,
-                format!(
-                    "some of the guest's memory cannot be had, and the guest stands where it needs it: {}",
-                    first.why
-                ),
-            )),
+            (State::Feeding, Some(first)) => {
+                // What will not come any more says most.
+                let worst = damage.iter().find(|damage| !damage.may_come).unwrap_or(first);
+                let again = if worst.may_come {
+                    "; storage is asked again until it gives it"
+                } else {
+                    ""
+                };
+                Some(Failure::new(
+                    code_of(worst),
+                    format!(
+                        "some of the guest's memory cannot be had, and the guest stands where it needs it: {}{again}",
+                        worst.why
+                    ),
+                ))
+            }
         }
     }
 

@@ -18,7 +18,7 @@ use std::time::Duration;
 
 use dormouse_qmp::view::machine::{HumanReadableText, RunState};
 use dormouse_qmp::{Client, Events, Heard, command};
-use dormouse_storage::feed::{Fed, FeedError, Feeder, Told};
+use dormouse_storage::feed::{Damage, Fed, FeedError, Feeder, Told};
 use dormouse_storage::{ByteCount, Image};
 use serde_json::json;
 use tokio::task::JoinHandle;
@@ -165,7 +165,7 @@ impl Feed {
         let damaged = async {
             loop {
                 if let Some(damage) = self.told.damage().first() {
-                    return Failure::new(Code::ImageInvalid, damage.why.clone());
+                    return Failure::new(code_of(damage), damage.why.clone());
                 }
                 tokio::time::sleep(POLL).await;
             }
@@ -202,6 +202,15 @@ impl Feed {
 
 fn joined(ended: Result<Result<Fed, FeedError>, tokio::task::JoinError>) -> Result<Fed, FeedError> {
     ended.unwrap_or_else(|error| Err(FeedError::Mismatch(format!("the feed ended in panic: {error}"))))
+}
+
+/// What memory that cannot be had is to the outside.
+pub fn code_of(damage: &Damage) -> Code {
+    if damage.may_come {
+        Code::StorageIo
+    } else {
+        Code::ImageInvalid
+    }
 }
 
 /// What a feed that failed is to the outside.

@@ -479,6 +479,7 @@ fn progress(volumes: &[Volume], jobs: &[Job]) -> Vec<VolumeProgress> {
         total_bytes: job.length_bytes,
         ready: job.ready,
         speed_limit_bytes: job.speed_limit_bytes,
+        compared_bytes: None,
         switched: false,
     };
     volumes.iter().zip(jobs).map(of).collect()

@@ -236,8 +236,10 @@ pub async fn get_in_step(
             }
             asked = true;
         }
-        let in_step =
-            all_ready && (both_sides != BothSides::WhenNeeded || jobs.iter().all(|job| job.both_sides));
+        // A job that waits for room was in step before, at the most.
+        let in_step = all_ready
+            && !is_full
+            && (both_sides != BothSides::WhenNeeded || jobs.iter().all(|job| job.both_sides));
         if in_step {
             return Ok(());
         }

@@ -78,6 +78,8 @@ pub struct MemoryFeed {
 pub enum FeedState {
     /// Memory is coming.
     Feeding,
+    /// Some of it cannot be had from the image: the guest stands where it needs it. All else is coming, or there.
+    Damaged,
     /// All is there.
     Complete,
     /// Not all will be.
@@ -100,22 +102,24 @@ pub struct DamagedMemory {
 impl From<&View> for MemoryFeed {
     fn from(view: &View) -> Self {
         let (state, numbers, damage) = view.state();
-        let took = match &state {
-            State::Complete(fed) => fed.took,
-            _ => view.began().elapsed(),
-        };
-        let bytes_per_second = (numbers.fed.0 as f64 / took.as_secs_f64().max(1e-3)) as u64;
-        let left = numbers.total.0 - numbers.fed.0.min(numbers.total.0);
+        let (pace, rest) = view.pace();
+        let error = view.failure();
         let micros = |time: Option<Duration>| Some(time?.as_micros().try_into().unwrap_or(u64::MAX));
         Self {
             total_bytes: numbers.total.0,
             fed_bytes: numbers.fed.0,
-            bytes_per_second,
-            remaining_ms: (state == State::Feeding && bytes_per_second > 0)
-                .then(|| (left as f64 / bytes_per_second as f64 * 1000.0) as u64),
+            bytes_per_second: pace.0,
+            remaining_ms: rest.map(|rest| rest.as_millis().try_into().unwrap_or(u64::MAX)),
             answers: numbers.answers,
             answer_p50_us: micros(numbers.half_within),
             answer_p99_us: micros(numbers.nearly_all_within),
+            state: match state {
+                State::Feeding if damage.is_empty() => FeedState::Feeding,
+                State::Feeding => FeedState::Damaged,
+                State::Complete(_) => FeedState::Complete,
+                State::Failed(_) => FeedState::Failed,
+            },
+            error: error.as_ref().map(Problem::from),
             damaged: damage
                 .into_iter()
                 .map(|damage| DamagedMemory {
@@ -125,15 +129,6 @@ impl From<&View> for MemoryFeed {
                     why: damage.why,
                 })
                 .collect(),
-            error: match &state {
-                State::Failed(failure) => Some(Problem::from(failure)),
-                _ => None,
-            },
-            state: match state {
-                State::Feeding => FeedState::Feeding,
-                State::Complete(_) => FeedState::Complete,
-                State::Failed(_) => FeedState::Failed,
-            },
         }
     }
 }
@@ -165,6 +160,9 @@ pub struct Woken {
     pub operation: Option<Uuid>,
     /// How RAM came back.
     pub mode: wake::Mode,
+    /// Why in no better way, where none was wished for.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub passed_over: Vec<String>,
     /// From QEMU's start to a guest that runs, in milliseconds.
     pub start_to_running_ms: f64,
     /// How long each phase took, in milliseconds.
@@ -694,6 +692,7 @@ impl Woken {
             .forced_disks
             .iter()
             .map(|what| format!("; in spite of its disks (--force-disks): {what}"))
+            .chain(self.passed_over.iter().map(|why| format!("\n{why}")))
             .collect::<String>()
     }
 }
@@ -728,6 +727,7 @@ impl From<wake::Report> for Woken {
             operation: None,
             mode: report.mode,
             start_to_running_ms: report.start_to_running_ms,
+            passed_over: report.passed_over,
             forced_disks: report.forced_disks,
             follow_up: report.follow_up,
             timings_ms: by_name(&report.timings_ms),

@@ -34,6 +34,11 @@ impl Report {
         }
     }
 
+    /// Whether it is told to a program.
+    pub fn is_json(&self) -> bool {
+        self.json
+    }
+
     /// The result: an object for programs, a text for people.
     pub fn result(&self, object: &impl Serialize, text: &str) {
         if self.json {

@@ -25,6 +25,7 @@ use crate::machine::hibernate::limits::Limits;
 use crate::machine::hibernate::machine::{Aim, CancelAnswer};
 use crate::machine::hibernate::runner::Cancel;
 use crate::machine::hibernate::{ImageWish, Request};
+use crate::machine::wake::feeding::FeedRecord;
 use crate::signals::Signals;
 use crate::supervisor::ending::{How, LastEnding};
 use crate::supervisor::operation::Prepared;
@@ -294,7 +295,13 @@ fn with_hint(failure: Failure, state: &StateDir, name: &str) -> Failure {
         .and_then(|record| record.living());
     match (failure.code, qemu) {
         (Code::Unreachable, Some(pid)) => {
-            let way = if state.is_interrupted(pid) {
+            let folder = socket.parent();
+            let is_fed = folder.is_some_and(|folder| !matches!(FeedRecord::read(folder), Ok(None)));
+            let way = if is_fed {
+                format!(
+                    "its memory was still coming from an image: `dormouse recover {name}` feeds it the rest first"
+                )
+            } else if state.is_interrupted(pid) {
                 format!("an operation of it was interrupted: `dormouse recover {name}` ends that first")
             } else {
                 format!("reach it with --qmp {}", socket.display())

@@ -50,7 +50,7 @@ fn grow(moving: &MovingGuest, size: &str) -> Outcome {
 #[test]
 fn a_disk_grows_to_all_of_its_larger_volume_on_every_qemu() {
     for build in [QemuBuild::V7_2, QemuBuild::V10_0, QemuBuild::V11_1] {
-        let moving = MovingGuest::start(build, &[]);
+        let moving = MovingGuest::start(build);
         let volume = larger(&moving.lab, "volume");
         moving.moves_to(&volume, "", &[]).expect_success();
         assert_eq!(size(&moving.guest), DISK_BYTES, "{build}");
@@ -81,7 +81,7 @@ fn a_disk_grows_to_all_of_its_larger_volume_on_every_qemu() {
 
 #[test]
 fn a_disk_grows_to_all_of_a_block_device_and_a_qcow2_image_to_what_is_said() {
-    let moving = MovingGuest::start(QemuBuild::V10_0, &[]);
+    let moving = MovingGuest::start(QemuBuild::V10_0);
     let device = LoopDevice::with_old_data(&moving.lab, 1040);
     let image = moving.lab.path("image.qcow2");
     moving.moves_to(device.path(), "", &[]).expect_success();

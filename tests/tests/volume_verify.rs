@@ -17,7 +17,7 @@ const ALL: [QemuBuild; 3] = [QemuBuild::V7_2, QemuBuild::V10_0, QemuBuild::V11_1
 #[test]
 fn a_copy_is_compared_while_its_guest_writes_on_every_qemu() {
     for build in ALL {
-        let moving = MovingGuest::start(build, &[]);
+        let moving = MovingGuest::start(build);
         let first = moving.guest.disk().to_owned();
         let second = moving.lab.path("second");
         for (to, options) in [(&second, ",create"), (&first, "")] {
@@ -33,7 +33,7 @@ fn a_copy_is_compared_while_its_guest_writes_on_every_qemu() {
 
 #[test]
 fn a_copy_on_a_larger_device_is_compared_as_far_as_the_disk_goes() {
-    let moving = MovingGuest::start(QemuBuild::V10_0, &[]);
+    let moving = MovingGuest::start(QemuBuild::V10_0);
     let device = LoopDevice::with_old_data(&moving.lab, 1040);
     moving.moves_to(device.path(), "", &["--verify"]).expect_success();
     SectorWriter::wait_for_more_sectors_on(device.path(), 200);
@@ -83,7 +83,7 @@ fn a_copy_that_went_bad_is_not_switched_to_on_any_qemu() {
 
 #[test]
 fn volumes_that_cannot_be_compared_are_told_before_anything_is_touched() {
-    let moving = MovingGuest::start(QemuBuild::V10_0, &[]);
+    let moving = MovingGuest::start(QemuBuild::V10_0);
     let target = moving.lab.path("new.qcow2");
     let refused = moving.moves_to(&target, ",create,format=qcow2", &["--verify"]);
     let refused = refused.expect_exit(REFUSED);

@@ -7,8 +7,8 @@
 
 use std::path::{Path, PathBuf};
 
-use dormouse_qmp::{Client, CommandError};
 use dormouse_qmp::view::block::{BlockInfo, BlockNode};
+use dormouse_qmp::{Client, CommandError};
 use serde_json::{Value, json};
 
 use super::nodes::Names;

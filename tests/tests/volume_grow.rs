@@ -176,6 +176,7 @@ fn a_guest_whose_growth_was_interrupted_is_saved_and_woken() {
     SectorWriter::wait_for_more_sectors_on(&volume, 100);
     assert_eq!(size(&guest), LARGER_BYTES);
     grow_supervised(&dormouse).expect_success();
+    assert_eq!(dormouse.status("guest").result()["operation"]["phase"], "Grown");
     guest.expect_no_complaint();
 }
 

@@ -32,6 +32,15 @@ pub struct Request {
     pub command_line: Vec<String>,
 }
 
+/// Where it is, once it is over.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Phase {
+    /// Done.
+    Grown,
+    /// Ended with the disk as it was.
+    Failed,
+}
+
 /// A disk that has grown.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Grown {

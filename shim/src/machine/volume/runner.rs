@@ -362,12 +362,16 @@ impl Work {
         if self.stops_guest {
             self.client.execute(&command::stop {}).await?;
         }
-        let completed = async {
-            mirror::complete(&self.client, &self.volumes, self.request.limits.freeze).await?;
+        let limit = self.request.limits.freeze;
+        let still = async {
+            mirror::complete(&self.client, &self.volumes, limit).await?;
             verify::compare_still(&self.volumes, &self.in_motion).await?;
             bitmaps::carry(&self.client, &self.volumes, self.request.drop_bitmaps).await
-        }
-        .await;
+        };
+        // The guest's writes wait for all of it, and storage may answer nothing.
+        let completed = tokio::time::timeout(limit, still)
+            .await
+            .unwrap_or_else(|_| Err(too_long(limit)));
         self.freeze = Some(begun.elapsed());
         completed
     }
@@ -470,6 +474,13 @@ impl Work {
             },
         }
     }
+}
+
+fn too_long(limit: Duration) -> Failure {
+    let why = format!(
+        "the volumes are not ready to be switched {limit:?} after they were to stand still, and the guest's writes wait"
+    );
+    Failure::new(Code::TimedOut, why)
 }
 
 fn not_written(error: &std::io::Error) -> Failure {

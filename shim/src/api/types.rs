@@ -237,6 +237,9 @@ pub enum NewOperation {
         /// Whether dirty bitmaps that cannot go with their disk may be lost.
         #[serde(default)]
         drop_bitmaps: bool,
+        /// Whether the copies are compared before the switch.
+        #[serde(default)]
+        verify: bool,
         /// What is done when a new volume is full.
         #[serde(default)]
         when_full: WhenFull,

@@ -251,6 +251,11 @@ async fn examine(
         ..volume.need()
     };
     volume.target = Target::examine(wish, need).map_err(|failure| failure.while_doing(&label))?;
+    if request.verify
+        && let Some(why) = not_comparable(graph, node, &volume)
+    {
+        return Err(refused(&format!("--verify compares raw volumes, and {why}")));
+    }
     volume.bitmaps = bitmaps::examine(graph, &volume.old_chain, &volume.target, request.drop_bitmaps)
         .map_err(|why| refused(&why))?;
     Ok(volume)
@@ -345,6 +350,21 @@ fn verdict(graph: &Graph, drive: &BlockInfo, root: &BlockNode, name: &str) -> Op
             .next()
             .map(|user| format!("{user} uses its node {node}"))
     })
+}
+
+/// Why the bytes of both volumes cannot be compared as they lie there.
+fn not_comparable(graph: &Graph, root: &BlockNode, volume: &Volume) -> Option<String> {
+    let is_file = |driver: &str| driver == "file" || driver == "host_device";
+    let below = graph.below(&volume.old_root).and_then(|below| graph.node(below));
+    let is_plain = match root.driver.as_str() {
+        "raw" => below.is_some_and(|below| is_file(&below.driver)),
+        driver => is_file(driver),
+    };
+    // A part of a volume describes itself by where it begins.
+    if !is_plain || root.file.contains("\"offset\"") {
+        return Some(format!("the old one is {} ({})", volume.old_format, root.file));
+    }
+    (volume.target.format != Format::Raw).then(|| "the new one is qcow2".to_owned())
 }
 
 /// What a disk's device says against a move: commands that go past the block layer are not copied.

@@ -19,7 +19,7 @@ use super::nodes::{self, Zeros};
 use super::plan::{self, Volume};
 use super::record::{Point, Record};
 use super::word::{Said, Word};
-use super::{Report, Request, VolumeProgress, recorded};
+use super::{Report, Request, VolumeProgress, recorded, verify};
 use crate::error::{Code, Failure, GuestState};
 use crate::journal::{Journal, Written};
 use crate::machine::effect::{blocking, milliseconds, out_of_order};
@@ -66,7 +66,7 @@ pub async fn move_volumes(
     told: watch::Sender<Told>,
     mut heard: Heard,
 ) -> Result<Report, Failure> {
-    let (mut machine, first) = Machine::begin(request.by_hand);
+    let (mut machine, first) = Machine::begin(request.by_hand, request.verify);
     let deadline = request.limits.total.map(|total| (Instant::now() + total, total));
     let pace = watch::Sender::new(request.speed_limit);
     let mut work = Work {
@@ -84,6 +84,7 @@ pub async fn move_volumes(
         freeze: None,
         is_recorded: false,
         stops_guest: false,
+        in_motion: Vec::new(),
         remarks: Vec::new(),
     };
     let mut timings: Vec<(Phase, f64)> = Vec::new();
@@ -181,6 +182,8 @@ struct Work {
     is_recorded: bool,
     /// Whether the guest runs, and is stopped for the switch.
     stops_guest: bool,
+    /// What differed of the copies because it was written at that moment.
+    in_motion: Vec<verify::Block>,
     remarks: Vec<String>,
 }
 
@@ -190,6 +193,7 @@ impl Work {
             Effect::Preflight => self.preflight().await,
             Effect::Attach => self.attach().await,
             Effect::Mirror => self.mirror().await,
+            Effect::Verify => self.verify().await,
             Effect::Hold => {
                 let pace = self.pace.clone();
                 Err(mirror::hold(&self.client, &self.volumes, pace, |seen| self.tell(seen)).await)
@@ -314,6 +318,28 @@ impl Work {
         .await
     }
 
+    async fn verify(&mut self) -> Result<(), Failure> {
+        let looked = verify::Looked::default();
+        let (seen, pace) = (looked.clone(), self.pace.clone());
+        // The jobs go on, and may fail meanwhile.
+        let holding = mirror::hold(&self.client, &self.volumes, pace, |mut told| {
+            // One after the other.
+            let mut compared = seen.bytes();
+            for (told, volume) in told.volumes.iter_mut().zip(&self.volumes) {
+                let of_it = compared.min(volume.size_bytes);
+                told.compared_bytes = Some(of_it);
+                compared -= of_it;
+            }
+            self.tell(told);
+        });
+        let in_motion = tokio::select! {
+            failure = holding => return Err(failure),
+            in_motion = verify::compare(&self.volumes, looked) => in_motion?,
+        };
+        self.in_motion = in_motion;
+        Ok(())
+    }
+
     async fn intend(&mut self) -> Result<(), Failure> {
         let graph = Graph::of(&self.client).await?;
         for volume in &self.volumes {
@@ -336,11 +362,16 @@ impl Work {
         if self.stops_guest {
             self.client.execute(&command::stop {}).await?;
         }
-        let completed = async {
-            mirror::complete(&self.client, &self.volumes, self.request.limits.freeze).await?;
+        let limit = self.request.limits.freeze;
+        let still = async {
+            mirror::complete(&self.client, &self.volumes, limit).await?;
+            verify::compare_still(&self.volumes, &self.in_motion).await?;
             bitmaps::carry(&self.client, &self.volumes, self.request.drop_bitmaps).await
-        }
-        .await;
+        };
+        // The guest's writes wait for all of it, and storage may answer nothing.
+        let completed = tokio::time::timeout(limit, still)
+            .await
+            .unwrap_or_else(|_| Err(too_long(limit)));
         self.freeze = Some(begun.elapsed());
         completed
     }
@@ -445,6 +476,13 @@ impl Work {
     }
 }
 
+fn too_long(limit: Duration) -> Failure {
+    let why = format!(
+        "the volumes are not ready to be switched {limit:?} after they were to stand still, and the guest's writes wait"
+    );
+    Failure::new(Code::TimedOut, why)
+}
+
 fn not_written(error: &std::io::Error) -> Failure {
     Failure::new(
         Code::StorageIo,
@@ -461,6 +499,7 @@ fn untouched(volume: &Volume) -> VolumeProgress {
         total_bytes: volume.size_bytes,
         ready: false,
         speed_limit_bytes: None,
+        compared_bytes: None,
         switched: false,
     }
 }

@@ -222,8 +222,12 @@ pub fn describe(vm: &Vm) -> String {
             OperationKind::Snapshot => "snapshot",
             OperationKind::SuspendToDisk => "suspend to disk",
             OperationKind::MoveVolumes => "move of volumes",
+            OperationKind::GrowVolume => "growth of a disk",
         };
         text.push_str(&format!("\n{kind} {}: {}", operation.id, operation.phase));
+        if let Some(waiting) = &operation.waiting {
+            text.push_str(&format!(", waiting: {waiting}"));
+        }
         if let Some(choice) = &operation.choice {
             text.push_str(&format!(", engine: {}", choice.engine.name()));
             for why in &choice.passed_over {

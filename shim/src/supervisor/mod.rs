@@ -41,6 +41,7 @@ use crate::machine::hibernate;
 use crate::machine::hibernate::limits::Limits;
 use crate::machine::hibernate::machine::{Aim, CancelAnswer};
 use crate::machine::volume;
+use crate::machine::volume::word::Said;
 use crate::machine::wake::feeding::{Feeding, Left, Unfed, View};
 use crate::signals::Signals;
 use crate::vm::process::{QemuProcess, working_directory};
@@ -92,8 +93,8 @@ pub enum Request {
     Begin(Ask, oneshot::Sender<Result<Begun, Failure>>),
     /// Cancel it.
     Cancel(Uuid, oneshot::Sender<Result<CancelAnswer, Failure>>),
-    /// Let it switch the volumes that wait for this word.
-    Complete(Uuid, oneshot::Sender<Result<bool, Failure>>),
+    /// Say something to it; answered with whether that made a difference.
+    Tell(Uuid, Said, oneshot::Sender<Result<bool, Failure>>),
 }
 
 /// All operations that are remembered, the last one last.
@@ -440,6 +441,9 @@ fn volume_move(wish: NewOperation, handle: &Handle) -> Result<volume::Request, F
         volumes,
         speed_limit_bytes,
         complete_by_hand,
+        drop_bitmaps,
+        when_full,
+        wait_for_target_ms,
         timeout_ms,
         stall_timeout_ms,
     } = wish
@@ -454,6 +458,9 @@ fn volume_move(wish: NewOperation, handle: &Handle) -> Result<volume::Request, F
         volumes,
         speed_limit: speed_limit_bytes.map(ByteCount),
         by_hand: complete_by_hand,
+        drop_bitmaps,
+        when_full,
+        wait_for_target: wait_for_target_ms.map(Duration::from_millis),
         limits: volume::Limits {
             total: timeout_ms.map(Duration::from_millis),
             stall: stall_timeout_ms.map_or(limits.stall, Duration::from_millis),

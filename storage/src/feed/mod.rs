@@ -240,7 +240,7 @@ impl Feeder {
         let mut head = Vec::new();
         let written = (|| {
             postcopy.opening(blocks.page_sizes(), &mut head)?;
-            postcopy.blocks(&mut head)?;
+            postcopy.blocks(&blocks.page_size_of_each(), &mut head)?;
             postcopy.pages(early, &mut head)?;
             let page = blocks.blocks[first_late].together * PAGE_BYTES;
             postcopy.discard(first_late, 0, page as u64, &mut head)?;

@@ -217,7 +217,11 @@ fn memory_that_is_still_coming_is_not_saved_and_it_is_told_for_how_long() {
             (migration["status"] == "postcopy-paused").then_some(())
         });
         saved("`dormouse recover`");
-        scene.dormouse.recover(&[]).expect_success();
+        let recovered = scene.dormouse.recover(&["--rate-limit", "5M"]).expect_success();
+        let told = recovered.objects();
+        let is_middle =
+            |line: &Value| line["phase"] == "Feeding" && line["bytes"].as_u64() < line["total"].as_u64();
+        assert!(told.iter().any(is_middle), "{told:#?}");
         scene.guest.wait_for_more_ticks();
         assert!(!other.exists());
     }

@@ -24,7 +24,7 @@ use tokio::time::Instant;
 
 use crate::error::{Code, Failure, GuestState, sentence};
 use crate::machine::effect::blocking;
-use crate::machine::wake::feeding::{FeedRecord, Feeding, used_up};
+use crate::machine::wake::feeding::{FeedRecord, Feeding, View, used_up};
 use crate::machine::wake::lazy::{self, FeedWish};
 use crate::machine::wake::plan::placed_blocks;
 
@@ -63,12 +63,13 @@ enum Held {
     ByAnother(Failure),
 }
 
-/// Feeds the guest to the end. The record goes when it has all, and stays on every failure.
+/// Feeds the guest to the end. The record goes when it has all, and stays on every failure. `begun`: told what is seen of it.
 pub async fn go_on(
     record: &FeedRecord,
     vm_directory: &Path,
     key: Option<ImageKey>,
     rate_limit: Option<ByteCount>,
+    begun: impl FnOnce(View),
 ) -> Result<FeedOutcome, Failure> {
     let held = match hold(record, key).await? {
         Held::UsedUp => {
@@ -137,10 +138,9 @@ pub async fn go_on(
     let page_sizes = lazy::page_sizes(&client).await?;
     let stream = reconnect(&client, vm_directory).await?;
     let feed = lazy::go_on(feeder, stream, page_sizes);
-    let fed = Feeding::new(feed, image, record.keep_image)
-        .run(vm_directory)
-        .await
-        .map_err(|unfed| unfed.failure)?;
+    let feeding = Feeding::new(feed, image, record.keep_image);
+    begun(feeding.view());
+    let fed = feeding.run(vm_directory).await.map_err(|unfed| unfed.failure)?;
     Ok(FeedOutcome::Complete(fed))
 }
 

@@ -268,6 +268,27 @@ fn a_torn_record_is_told_and_nothing_is_touched() {
 }
 
 #[test]
+fn a_record_that_cannot_be_read_keeps_every_image_asleep() {
+    let scene = Scene::new(QemuBuild::V10_0);
+    let image = scene.hibernated();
+    for folder in [".operations", ".wakes"] {
+        let folder = scene.dormouse.state_dir().join(folder);
+        fs::create_dir_all(&folder).expect("a folder can be made");
+        let record = folder.join("5c2e9d0e-92f5-4d67-a6c4-7b1f5a3c8d21.json");
+        fs::write(&record, "{\"form\": 99}").expect("a record can be written");
+        let refused = scene
+            .dormouse
+            .try_wake("guest", &image, &[])
+            .expect_exit(OPERATOR);
+        assert!(refused.stderr.contains("cannot be read"), "{refused:#?}");
+        scene.lab.wait_for_no_qemu();
+        fs::remove_file(&record).expect("the record can be removed");
+    }
+    let _woken = scene.dormouse.wake("guest", &image, &[]);
+    scene.guest.wait_for_more_ticks();
+}
+
+#[test]
 fn what_is_under_way_is_left_alone() {
     let guarded = Guarded::start(QemuBuild::V10_0);
     let scene = guarded.scene();

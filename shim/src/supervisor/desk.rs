@@ -14,9 +14,9 @@ use crate::api::types::{NewOperation, Operation, OperationKind};
 use crate::error::{Code, Failure};
 use crate::machine::hibernate::machine::CancelAnswer;
 use crate::machine::hibernate::runner::Cancel;
-use crate::machine::suspend;
-use crate::machine::volume::runner::Word;
+use crate::machine::volume::word::{Said, Word};
 use crate::machine::wake::feeding::View;
+use crate::machine::{suspend, volume};
 
 /// How long a finished operation's document is kept for a watcher that has not read it, once QEMU is gone.
 const FAREWELL: Duration = Duration::from_secs(2);
@@ -103,7 +103,7 @@ impl Desk {
                 }
             },
             Request::Cancel(id, answer) => self.cancel(id, answer),
-            Request::Complete(id, answer) => self.complete(id, answer),
+            Request::Tell(id, said, answer) => self.tell(id, said, answer),
         }
     }
 
@@ -265,6 +265,19 @@ impl Desk {
                     }
                 })
             }
+            NewOperation::GrowVolume { disk, size_bytes } => {
+                let request = volume::grow::Request {
+                    disk,
+                    size_bytes,
+                    command_line: handle.machine().command_line,
+                };
+                tokio::spawn(async move {
+                    match prepared.grow_volume(client, request).await {
+                        Ok(grown) => tracing::info!(to_bytes = grown.to_bytes, "{} grew", grown.disk),
+                        Err(failure) => tracing::warn!(code = ?failure.code, %failure, "no disk grew"),
+                    }
+                })
+            }
         };
         self.running = Some(Running {
             id,
@@ -309,7 +322,7 @@ impl Desk {
         }
     }
 
-    fn complete(&self, id: Uuid, answer: oneshot::Sender<Result<bool, Failure>>) {
+    fn tell(&self, id: Uuid, said: Said, answer: oneshot::Sender<Result<bool, Failure>>) {
         let Some(running) = self.running.as_ref().filter(|running| running.id == id) else {
             let refusal = Failure::new(Code::Refused, format!("no operation {id} is under way"));
             let _ = answer.send(Err(refusal));
@@ -318,11 +331,9 @@ impl Desk {
         let word = running.word.clone();
         tokio::spawn(async move {
             let (tell, told) = oneshot::channel();
-            let waited_for = match word.send(tell).await {
-                Ok(()) => told.await.unwrap_or(false),
-                Err(_) => false,
-            };
-            let _ = answer.send(Ok(waited_for));
+            let word = word.send(Word { said, answer: tell });
+            let counted = word.await.is_ok() && told.await.unwrap_or(false);
+            let _ = answer.send(Ok(counted));
         });
     }
 

@@ -171,6 +171,15 @@ impl Machine {
         self.by_hand && !self.is_over()
     }
 
+    /// Whether anything is still to be copied at a pace that somebody chooses.
+    pub fn has_a_pace(&self) -> bool {
+        self.failure.is_none()
+            && matches!(
+                self.phase,
+                Phase::Preflight | Phase::Attaching | Phase::Mirroring | Phase::Ready
+            )
+    }
+
     /// Takes one input and tells what to do. `None`: go on waiting, or it is over.
     pub fn step(&mut self, input: Input) -> Option<Effect> {
         match (self.phase, input) {

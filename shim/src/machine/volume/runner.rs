@@ -7,15 +7,18 @@ use std::time::Duration;
 
 use dormouse_qmp::view::machine::RunState;
 use dormouse_qmp::{Client, command};
-use tokio::sync::{mpsc, oneshot, watch};
+use dormouse_storage::ByteCount;
+use tokio::sync::{mpsc, watch};
 use tokio::time::Instant;
 use uuid::Uuid;
 
+use super::bitmaps;
 use super::machine::{Effect, Input, Machine, Phase, Switched};
 use super::mirror::{self, BothSides, Start};
 use super::nodes::{self, Zeros};
 use super::plan::{self, Volume};
 use super::record::{Point, Record};
+use super::word::{Said, Word};
 use super::{Report, Request, VolumeProgress, recorded};
 use crate::error::{Code, Failure, GuestState};
 use crate::journal::{Journal, Written};
@@ -26,8 +29,8 @@ use crate::vm::graph::Graph;
 use crate::vm::monitor;
 use crate::vm::process_identity::ProcessIdentity;
 
-/// A word that the volumes may be switched now; answered with whether that has been waited for.
-pub type Word = oneshot::Sender<bool>;
+/// How often it is looked whether a volume is there that is waited for.
+const TARGET_POLL: Duration = Duration::from_millis(200);
 
 /// How often a QEMU that may be ending is looked at.
 const END_POLL: Duration = Duration::from_millis(10);
@@ -42,6 +45,8 @@ pub struct Told {
     pub phase: Phase,
     /// The disks.
     pub volumes: Vec<VolumeProgress>,
+    /// What is waited for, where that is somebody's to do.
+    pub waiting: Option<String>,
 }
 
 /// What others may say to a move.
@@ -49,7 +54,7 @@ pub struct Told {
 pub struct Heard {
     /// Cancels.
     pub cancels: mpsc::Receiver<Cancel>,
-    /// Words that the volumes may be switched.
+    /// Words on the way.
     pub words: mpsc::Receiver<Word>,
 }
 
@@ -63,7 +68,9 @@ pub async fn move_volumes(
 ) -> Result<Report, Failure> {
     let (mut machine, first) = Machine::begin(request.by_hand);
     let deadline = request.limits.total.map(|total| (Instant::now() + total, total));
+    let pace = watch::Sender::new(request.speed_limit);
     let mut work = Work {
+        pace: pace.subscribe(),
         pid: client.peer_pid(),
         client,
         operation,
@@ -84,7 +91,7 @@ pub async fn move_volumes(
     while let Some(effect) = next {
         let (phase, begun) = (machine.phase(), Instant::now());
         work.told.send_modify(|told| told.phase = phase);
-        next = settle(&mut machine, work.act(effect), &mut heard, deadline).await;
+        next = settle(&mut machine, work.act(effect), (&mut heard, &pace), deadline).await;
         timings.push((phase, milliseconds(begun.elapsed())));
     }
     work.told.send_modify(|told| told.phase = machine.phase());
@@ -104,7 +111,7 @@ pub async fn move_volumes(
 async fn settle(
     machine: &mut Machine,
     act: impl Future<Output = Input>,
-    heard: &mut Heard,
+    (heard, pace): (&mut Heard, &watch::Sender<Option<ByteCount>>),
     deadline: Option<(Instant, Duration)>,
 ) -> Option<Effect> {
     let mut act = pin!(act);
@@ -127,10 +134,17 @@ async fn settle(
                 let _ = answer.send(machine.answer_to_cancel());
                 Input::CancelRequested
             }
-            Some(answer) = heard.words.recv() => {
-                let _ = answer.send(machine.waits_for_a_word());
-                Input::CompleteRequested
-            }
+            Some(Word { said, answer }) = heard.words.recv() => match said {
+                Said::Complete => {
+                    let _ = answer.send(machine.waits_for_a_word());
+                    Input::CompleteRequested
+                }
+                Said::Speed(speed) => {
+                    let _ = answer.send(machine.has_a_pace());
+                    pace.send_replace(speed.map(ByteCount));
+                    continue;
+                }
+            },
             limit = &mut limit, if in_time => {
                 in_time = false;
                 Input::LimitReached(limit)
@@ -160,6 +174,8 @@ struct Work {
     qemu: Option<ProcessIdentity>,
     start: Start,
     both_sides: BothSides,
+    /// The most that is copied in a second, per disk; may change at any time.
+    pace: watch::Receiver<Option<ByteCount>>,
     journal: Option<Journal<Record>>,
     freeze: Option<Duration>,
     is_recorded: bool,
@@ -175,7 +191,8 @@ impl Work {
             Effect::Attach => self.attach().await,
             Effect::Mirror => self.mirror().await,
             Effect::Hold => {
-                Err(mirror::hold(&self.client, &self.volumes, |volumes| self.tell(volumes)).await)
+                let pace = self.pace.clone();
+                Err(mirror::hold(&self.client, &self.volumes, pace, |seen| self.tell(seen)).await)
             }
             Effect::Intend => self.intend().await,
             Effect::Complete => self.complete().await,
@@ -194,12 +211,38 @@ impl Work {
         }
     }
 
-    fn tell(&self, volumes: Vec<VolumeProgress>) {
+    fn tell(&self, seen: mirror::Seen) {
         self.told.send_if_modified(|told| {
-            let is_new = told.volumes != volumes;
-            told.volumes = volumes;
+            let is_new = told.volumes != seen.volumes || told.waiting != seen.waiting;
+            (told.volumes, told.waiting) = (seen.volumes, seen.waiting);
             is_new
         });
+    }
+
+    /// Waits for volumes that are to be there and are not yet, as long as was said.
+    async fn wait_for_targets(&self) -> Result<(), Failure> {
+        let Some(patience) = self.request.wait_for_target else {
+            return Ok(());
+        };
+        let deadline = Instant::now() + patience;
+        loop {
+            let to_be_there = self.request.volumes.iter().filter(|wish| !wish.create);
+            let missing = to_be_there.map(|wish| &wish.to).find(|path| !path.exists());
+            let waiting = missing.map(|path| format!("{} is not there", path.display()));
+            self.told.send_if_modified(|told| {
+                let is_new = told.waiting != waiting;
+                told.waiting.clone_from(&waiting);
+                is_new
+            });
+            match waiting {
+                None => return Ok(()),
+                Some(what) if Instant::now() > deadline => {
+                    let why = format!("{what} after {patience:?}");
+                    return Err(Failure::new(Code::TimedOut, why));
+                }
+                Some(_) => tokio::time::sleep(TARGET_POLL).await,
+            }
+        }
     }
 
     async fn preflight(&mut self) -> Result<(), Failure> {
@@ -209,10 +252,14 @@ impl Work {
                 "cannot see QEMU's process (another PID namespace?), so an interrupted move could not be told from others",
             ));
         };
+        self.wait_for_targets().await?;
         self.volumes = plan::make(&self.client, self.operation, &self.request, self.pid).await?;
         self.both_sides = BothSides::of(&self.client).await?;
         self.start = Start::of(&self.client).await?;
-        self.tell(self.volumes.iter().map(untouched).collect());
+        self.tell(mirror::Seen {
+            volumes: self.volumes.iter().map(untouched).collect(),
+            waiting: None,
+        });
         self.qemu = Some(qemu);
         Ok(())
     }
@@ -250,18 +297,19 @@ impl Work {
         self.write_down(Point::Moving).await?;
         for volume in &self.volumes {
             nodes::attach(&self.client, volume, self.start.zeros()).await?;
+            bitmaps::prepare(&self.client, volume).await?;
         }
         Ok(())
     }
 
     async fn mirror(&mut self) -> Result<(), Failure> {
-        let (client, speed) = (&self.client, self.request.speed_limit);
+        let (client, when_full) = (&self.client, self.request.when_full);
         for volume in &self.volumes {
-            mirror::start(client, volume, self.start, speed).await?;
+            mirror::start(client, volume, (self.start, when_full), &self.pace).await?;
         }
-        let stall = self.request.limits.stall;
-        mirror::get_in_step(client, &self.volumes, self.both_sides, stall, |volumes| {
-            self.tell(volumes)
+        let (stall, pace) = (self.request.limits.stall, self.pace.clone());
+        mirror::get_in_step(client, &self.volumes, (self.both_sides, stall), pace, |seen| {
+            self.tell(seen)
         })
         .await
     }
@@ -288,7 +336,11 @@ impl Work {
         if self.stops_guest {
             self.client.execute(&command::stop {}).await?;
         }
-        let completed = mirror::complete(&self.client, &self.volumes, self.request.limits.freeze).await;
+        let completed = async {
+            mirror::complete(&self.client, &self.volumes, self.request.limits.freeze).await?;
+            bitmaps::carry(&self.client, &self.volumes, self.request.drop_bitmaps).await
+        }
+        .await;
         self.freeze = Some(begun.elapsed());
         completed
     }
@@ -330,7 +382,13 @@ impl Work {
     async fn commit(&mut self) -> Result<(), Failure> {
         self.write_down(Point::Committed).await?;
         let qemu = self.qemu.ok_or_else(out_of_order)?;
-        self.remarks = recorded::update(&self.client, &self.request.machine, qemu, &self.volumes).await?;
+        for volume in &self.volumes {
+            let lost = volume.bitmaps.lost.iter();
+            self.remarks
+                .extend(lost.map(|what| format!("{}: without the dirty bitmap {what}", volume.label)));
+        }
+        let remarks = recorded::update(&self.client, &self.request.machine, qemu, &self.volumes).await?;
+        self.remarks.extend(remarks);
         self.is_recorded = true;
         Ok(())
     }
@@ -402,6 +460,7 @@ fn untouched(volume: &Volume) -> VolumeProgress {
         done_bytes: 0,
         total_bytes: volume.size_bytes,
         ready: false,
+        speed_limit_bytes: None,
         switched: false,
     }
 }

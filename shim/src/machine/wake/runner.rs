@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use dormouse_qmp::view::machine::RunState;
 use dormouse_storage::image::WakeNote;
-use dormouse_storage::{Image, ImageState, MemoryFile, Progress, Run, WORKER_THREADS};
+use dormouse_storage::{ByteCount, Image, ImageState, MemoryFile, Progress, Run, WORKER_THREADS};
 use tokio::sync::{mpsc, watch};
 use tokio::time::Instant;
 use uuid::Uuid;
@@ -246,13 +246,14 @@ impl<'a> Work<'a> {
         let image = self.image.take().ok_or_else(out_of_order)?;
         let mode = plan.mode;
         let mut files = Vec::new();
-        if mode == Mode::Eager || mode == Mode::Lazy {
+        let in_our_files = plan.in_our_files();
+        if in_our_files > ByteCount::ZERO {
             let Surroundings {
                 vm_directory,
                 ram_directory,
                 ..
             } = &self.surroundings;
-            let ram = RamHome::prepare(vm_directory, *ram_directory, plan.placed_total())?;
+            let ram = RamHome::prepare(vm_directory, *ram_directory, in_our_files)?;
             if mode == Mode::Eager {
                 files.extend(
                     plan.placed
@@ -545,6 +546,7 @@ impl<'a> Work<'a> {
                 image: image.path().to_owned(),
                 image_id: image.id(),
                 mode: plan.mode,
+                passed_over: plan.passed_over,
                 timings_ms: self.timings_ms,
                 start_to_running_ms: self.start_to_running_ms,
                 forced_disks: plan.forced_disks,

@@ -158,7 +158,7 @@ fn changed(arguments: &[String], from: &str, to: &str) -> Vec<String> {
 
 /// The printed arguments with twice the RAM.
 fn with_more_ram(arguments: &[String]) -> Vec<String> {
-    let mut changed = changed(arguments, "size=67108864", "size=134217728");
+    let mut changed = arguments.to_vec();
     let at = changed.iter().position(|word| word == "-m").unwrap();
     changed[at + 1] = "128".to_owned();
     changed
@@ -263,6 +263,32 @@ fn a_qemu_that_was_started_a_moment_ago_is_waited_for() {
     let launcher = Launcher::start_at_once(&scene, &arguments);
     launcher.wake(&image, &[]).expect_success();
     assert!(scene.guest.wait_for_more_ticks() > last);
+}
+
+#[test]
+fn a_disk_that_lies_elsewhere_is_named_to_both_and_stays_there() {
+    let scene = Scene::new(QemuBuild::V10_0);
+    let image = scene.hibernated();
+    let last = scene.guest.last_counter();
+    let elsewhere = scene.lab.path("elsewhere.img");
+    fs::rename(scene.guest.disk(), &elsewhere).unwrap();
+    let disk = format!("ide0-hd0={}", elsewhere.display());
+    let options = ["--disk", &disk];
+    let mut launcher = Launcher::start(&scene, &image, &options);
+    launcher.wake(&image, &options).expect_success();
+    assert!(scene.guest.wait_for_more_ticks() > last);
+    let again = scene.lab.path("again.image");
+    scene
+        .dormouse
+        .hibernate_by_monitor(launcher.socket(), &again)
+        .expect_success();
+    launcher.wait_for_end();
+    // What was recorded is the machine, and nothing of this wake.
+    let printed = ["wake", &again.to_string_lossy(), "--print-args"];
+    let line = scene.dormouse.execute(&printed).expect_success().stdout;
+    assert!(line.contains("elsewhere.img"), "{line}");
+    assert_eq!(line.matches("-incoming").count(), 1, "{line}");
+    assert!(!line.contains("launched.sock"), "{line}");
 }
 
 /// Its memory.

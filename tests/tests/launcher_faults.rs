@@ -83,6 +83,13 @@ fn state_of(scene: &Scene, image: &Path) -> Value {
     inspected.expect_success().result()["state"].clone()
 }
 
+/// Arguments for a QEMU that would run its guest by itself after a migration.
+fn that_runs_by_itself(scene: &Scene, image: &Path) -> Vec<String> {
+    let mut arguments = Launcher::arguments(scene, image, &STREAM);
+    arguments.retain(|word| word != "-S");
+    arguments
+}
+
 /// The guest has not run, and another QEMU of the launcher wakes it.
 fn expect_to_wake_in_another(scene: &Scene, image: &Path, last: u32) {
     assert_eq!(scene.guest.last_counter(), last, "the guest must not have run");
@@ -100,7 +107,7 @@ fn killed_in_the_mark_the_guest_is_its_owners_to_end_and_the_image_wakes_nowhere
         let Asleep {
             scene, image, last, ..
         } = &asleep;
-        let mut launcher = Launcher::start(scene, image, &STREAM);
+        let mut launcher = Launcher::start_with(scene, &that_runs_by_itself(scene, image));
         asleep.killed_in_the_mark(&launcher);
 
         let held = scene.dormouse.recover(&[]).expect_exit(OPERATOR).result();
@@ -131,10 +138,7 @@ fn killed_in_the_mark_a_guest_that_its_owner_runs_is_awake() {
     let Asleep {
         scene, image, last, ..
     } = &asleep;
-    // As it would run by itself after a migration.
-    let mut arguments = Launcher::arguments(scene, image, &STREAM);
-    arguments.retain(|word| word != "-S");
-    let mut launcher = Launcher::start_with(scene, &arguments);
+    let mut launcher = Launcher::start_with(scene, &that_runs_by_itself(scene, image));
     asleep.killed_in_the_mark(&launcher);
     launcher.monitor().cont();
     let recovered = asleep.recover();

@@ -5,11 +5,17 @@ use std::io;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-use super::{MemoryError, check_length};
+use rustix::fs::{SeekFrom, seek};
+use rustix::io::Errno;
+
+use super::{MemoryError, PAGE_BYTES, check_length};
 use crate::ByteCount;
 
 /// How much is looked at in one step when zeros are to be made.
 const CLEARED_AT_ONCE: usize = 64 << 10;
+
+/// A page of zeros.
+static ZERO_PAGE: [u8; PAGE_BYTES as usize] = [0; PAGE_BYTES as usize];
 
 /// A file that becomes RAM of a woken guest: created and sized here, filled in parallel from an
 /// image, mapped shared by QEMU.
@@ -97,14 +103,24 @@ impl MemoryFile {
         let end = start + length;
         let mut at = start;
         while at < end {
+            // Where it can be told, what was never written to is not even read.
+            match seek(&self.file, SeekFrom::Data(at)) {
+                Ok(data) => at = data,
+                Err(Errno::NXIO) => break,
+                Err(_) => {}
+            }
+            if at >= end {
+                break;
+            }
             let part = usize::try_from(end - at).unwrap_or(usize::MAX).min(bytes.len());
             let part = &mut bytes[..part];
             self.file.read_exact_at(part, at)?;
-            if part.iter().any(|byte| *byte != 0) {
-                part.fill(0);
-                self.file.write_all_at(part, at)?;
+            for page in part.chunks(ZERO_PAGE.len()) {
+                if page.iter().any(|byte| *byte != 0) {
+                    self.file.write_all_at(&ZERO_PAGE[..page.len()], at)?;
+                }
+                at += page.len() as u64;
             }
-            at += part.len() as u64;
         }
         Ok(())
     }

@@ -41,9 +41,9 @@ pub async fn take_over(
 ) -> Result<ExitCode, Failure> {
     let monitor = absolute(socket)?;
     state.make()?;
-    let mut signals = Signals::watch()?;
     recover::check_not_interrupted(&arguments.image, state)?;
     let client = connect(socket).await?;
+    let mut signals = Signals::watch()?;
     wakes::check_over(client.peer_pid(), state)?;
     let (name, _) = known_of(socket, client.peer_pid());
     let waiting = Waiting::at(client)?;

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use dormouse_qmp::view::migration::MigrationStatus;
-use dormouse_qmp::{Client, command};
+use dormouse_qmp::{Client, CommandError, command};
 use dormouse_storage::{Image, PrecopyError, Progress, Run, WORKER_THREADS};
 
 use crate::error::{Code, Failure};
@@ -28,7 +28,7 @@ const LOAD_TIMEOUT: Duration = Duration::from_secs(60);
 pub struct What {
     /// The blocks that QEMU has without it.
     pub except: Vec<String>,
-    /// Whether a QEMU that cannot load it is told to stay; else it does what is its default.
+    /// Whether a QEMU that cannot load it is told to stay, if it can; else it does what is its default.
     pub stay: bool,
 }
 
@@ -88,13 +88,21 @@ async fn begin(client: &Client, stay: bool) -> Result<UnixStream, Failure> {
     let stream = monitor::pass_stream(client, STREAM_FD).await?;
     let stream = stream.into_std().map_err(local)?;
     stream.set_nonblocking(false).map_err(local)?;
-    client
-        .execute(&command::migrate_incoming {
-            uri: Some(format!("fd:{STREAM_FD}")),
-            channels: None,
-            exit_on_error: stay.then_some(false),
-        })
-        .await?;
+    let incoming = |exit_on_error| command::migrate_incoming {
+        uri: Some(format!("fd:{STREAM_FD}")),
+        channels: None,
+        exit_on_error,
+    };
+    match client.execute(&incoming(stay.then_some(false))).await {
+        // It takes no such argument (it came with QEMU 9.1), and looked at nothing else. To ask its schema takes longer than all
+        // the rest.
+        Err(CommandError::Qemu { desc, .. }) if stay && desc.contains("exit-on-error") => {
+            client.execute(&incoming(None)).await?;
+        }
+        answered => {
+            answered?;
+        }
+    }
     Ok(stream)
 }
 

@@ -1,4 +1,6 @@
-//! Acts for the wake's machine.
+//! Acts for the wake's machine; `others.rs` is what it does with a QEMU that somebody else started.
+
+mod others;
 
 use std::path::Path;
 use std::pin::pin;
@@ -130,10 +132,9 @@ struct Work<'a> {
     ram: Option<RamHome>,
     pages: Option<Pages>,
     qemu: Option<Qemu>,
-    /// Of a QEMU of others: what was set for the load, whether that was begun, and whether QEMU stays if it fails.
+    /// Of a QEMU of others: what was set for the load, and whether that was begun.
     settings: Option<MigrationSettings>,
     is_load_begun: bool,
-    stays: bool,
     feed: Option<Feed>,
     /// This wake's id.
     operation: Uuid,
@@ -157,7 +158,6 @@ impl<'a> Work<'a> {
             qemu: None,
             settings: None,
             is_load_begun: false,
-            stays: false,
             feed: None,
             operation: Uuid::new_v4(),
             journal: None,
@@ -348,7 +348,7 @@ impl<'a> Work<'a> {
         let image = self.image.take().ok_or_else(out_of_order)?;
         let what = What {
             except,
-            stay: self.stays,
+            stay: matches!(self.qemu, Some(Qemu::Others(_))),
         };
         self.is_load_begun = true;
         let (image, loaded) = load(&client, image, what, progress, &self.interrupt).await?;
@@ -517,77 +517,6 @@ impl<'a> Work<'a> {
             self.mark(ImageState::Sealed).await?;
         }
         self.end_journal().await
-    }
-
-    /// The QEMU of others, which has to wait for an image.
-    async fn take_others(&mut self) -> Result<(), Failure> {
-        let waiting = self.surroundings.others.take().ok_or_else(out_of_order)?;
-        self.qemu_started = Some(Instant::now());
-        let waits = waiting.check_waits().await;
-        self.qemu = Some(Qemu::Others(waiting));
-        waits
-    }
-
-    /// From here on a QEMU of others may get the guest, which is written down first.
-    async fn prepare_others(&mut self) -> Result<(), Failure> {
-        if !matches!(self.qemu, Some(Qemu::Others(_))) {
-            return Ok(());
-        }
-        self.begin_journal().await?;
-        let (Some(Qemu::Others(waiting)), Some(plan), Some(image)) = (&self.qemu, &self.plan, &self.image)
-        else {
-            return Err(out_of_order());
-        };
-        let told = (&self.surroundings.progress, &self.interrupt);
-        let (settings, stays) = waiting.prepare(image, plan, &self.request, told).await?;
-        self.settings = Some(settings);
-        self.stays = stays;
-        Ok(())
-    }
-
-    /// The image that a QEMU of others has its memory from stays locked as long as that lives.
-    async fn pin(&self) {
-        if let (Some(Qemu::Others(waiting)), Some(plan), Some(image)) = (&self.qemu, &self.plan, &self.image)
-            && plan.mode == Mode::Map
-            && let Err(failure) = waiting.pin(image).await
-        {
-            tracing::warn!(%failure, "the image is the guest's memory, and is not locked: leave it alone as long as QEMU lives");
-        }
-    }
-
-    /// Leaves a QEMU of others to its owner.
-    async fn leave(&mut self) -> Result<(), Failure> {
-        if let (Some(Qemu::Others(waiting)), true) = (&self.qemu, self.is_load_begun) {
-            waiting.check_left_empty().await?;
-        }
-        self.put_settings_back().await;
-        self.end_journal().await
-    }
-
-    async fn put_settings_back(&mut self) {
-        if let (Some(settings), Some(qemu)) = (self.settings.take(), &self.qemu)
-            && let Err(error) = settings.put_back(qemu.client()).await
-        {
-            tracing::warn!(%error, "QEMU's migration settings are not as they were found");
-        }
-    }
-
-    /// What a failure means for a QEMU of others.
-    async fn failed_in_others(&mut self, effect: Effect, failure: Failure) -> Failure {
-        let was_refused = failure.code == Code::Refused;
-        if effect == Effect::Resume && was_refused {
-            // The guest has surely not run.
-            let _ = self.advance(Point::Marked).await;
-        }
-        let Some(Qemu::Others(waiting)) = &self.qemu else {
-            return failure;
-        };
-        match effect {
-            Effect::Load if self.is_load_begun => waiting.not_loaded(failure),
-            Effect::Mark => waiting.held().while_doing(&failure.message),
-            Effect::Resume if was_refused => waiting.held().while_doing(&failure.message),
-            _ => failure,
-        }
     }
 
     fn planned(&self) -> Result<(&Plan, &Image), Failure> {

@@ -18,7 +18,6 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use dormouse_qmp::capabilities::Capabilities;
 use dormouse_qmp::view::machine::{MachineInfo, RunState};
 use dormouse_qmp::view::migration::{MigrationInfo, MigrationStatus};
 use dormouse_qmp::{Client, command};
@@ -210,17 +209,14 @@ impl Waiting {
     }
 
     /// Brings it to where a QEMU of ours is before its load: RAM filled, settings that the image's stream needs, and no word
-    /// that lets the guest run by itself. Returns what was found of the settings, and whether QEMU stays when it cannot load.
+    /// that lets the guest run by itself. Returns what was found of the settings.
     pub async fn prepare(
         &self,
         image: &Image,
         plan: &Plan,
         request: &Request,
         (progress, interrupt): (&Arc<Progress>, &Interrupt),
-    ) -> Result<(MigrationSettings, bool), Failure> {
-        let stays = Capabilities::of(&self.client)
-            .await?
-            .has_argument("migrate-incoming", "exit-on-error");
+    ) -> Result<MigrationSettings, Failure> {
         let mut files = Vec::new();
         if plan.mode == Mode::Eager {
             let homes = launched_memory::homes(&self.client, self.pid(), image).await?;
@@ -272,7 +268,7 @@ impl Waiting {
         settings.apply(&self.client).await?;
         // In this run state it only says that the guest is not run by itself once it is loaded.
         self.client.execute(&command::stop {}).await?;
-        Ok((settings, stays))
+        Ok(settings)
     }
 
     /// Gives QEMU a descriptor of the image, whose lock is held with it as long as QEMU lives.

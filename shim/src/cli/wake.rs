@@ -40,7 +40,7 @@ pub async fn wake(arguments: WakeArguments, state: &StateDir, report: &Report) -
     let ram_dir = arguments.supervision.ram_dir.as_deref();
     let directory = state.claim(&name, ram_dir).await?;
     recover::check_not_interrupted(&arguments.image, state)?;
-    recover::sweep(&name, state).await;
+    recover::sweep(&name, state).await?;
     let request = Request {
         image: arguments.image,
         mode: arguments.mode,

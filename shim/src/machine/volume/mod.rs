@@ -5,12 +5,14 @@
 //! `mirror` for its jobs. The old volumes are never written or removed.
 
 pub mod machine;
+pub mod made;
 pub mod mirror;
 pub mod nodes;
 pub mod plan;
 pub mod record;
 pub mod recorded;
 pub mod runner;
+pub mod standing;
 pub mod target;
 
 use std::path::PathBuf;

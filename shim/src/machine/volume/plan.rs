@@ -392,18 +392,3 @@ fn file_below<'a>(graph: &'a Graph, root: &'a str) -> Result<&'a str, String> {
         }
     }
 }
-
-/// The node that this volume's guest writes to now; `None` if its drive is gone or empty.
-pub fn content_of(graph: &Graph, volume: &Volume) -> Option<String> {
-    let drive = graph
-        .drives()
-        .iter()
-        .find(|drive| drive.qdev == volume.qdev && drive.device == volume.device)?;
-    let root = drive.inserted.as_ref()?.node_name.as_deref()?;
-    Some(graph.job_content(root).to_owned())
-}
-
-/// Whether this volume's guest is on the target.
-pub fn is_switched(graph: &Graph, volume: &Volume) -> bool {
-    content_of(graph, volume).as_ref() == Some(&volume.names.format)
-}

@@ -6,7 +6,7 @@
 //! ```
 //!
 //! After `Moving` the guest is on its old volumes, whatever happens. After `Committed` it is on the new ones. After
-//! `Intending` the live graph tells which; a QEMU that is gone takes that with it, but then both hold the same.
+//! `Intending` the live graph tells which; a QEMU that is gone takes that with it, and either may have been written last.
 
 use std::path::PathBuf;
 

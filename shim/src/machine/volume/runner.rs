@@ -1,6 +1,5 @@
 //! Acts for the move's machine: one effect at a time, with an eye on limits, cancels and the word to switch.
 
-use std::fs;
 use std::path::Path;
 use std::pin::pin;
 use std::time::Duration;
@@ -16,7 +15,8 @@ use super::mirror::{self, BothSides, Start};
 use super::nodes::{self, Zeros};
 use super::plan::{self, Volume};
 use super::record::{Point, Record};
-use super::{Report, Request, VolumeProgress, recorded};
+use super::standing::Standing;
+use super::{Report, Request, VolumeProgress, made, recorded};
 use crate::error::{Code, Failure, GuestState};
 use crate::journal::{Journal, Written};
 use crate::machine::effect::{blocking, milliseconds, out_of_order};
@@ -90,7 +90,11 @@ pub async fn move_volumes(
     work.told.send_modify(|told| told.phase = machine.phase());
     let guest = work.guest().await;
     match machine.failure().cloned() {
-        Some(failure) => Err(failure.with_guest(guest)),
+        Some(failure) => Err(Failure {
+            message: [vec![failure.message], work.remarks].concat().join("; "),
+            ..failure
+        }
+        .with_guest(guest)),
         None => Ok(Report {
             volumes: work.told.borrow().volumes.clone(),
             freeze_ms: work.freeze.map_or(0.0, milliseconds),
@@ -270,7 +274,7 @@ impl Work {
         let graph = Graph::of(&self.client).await?;
         for volume in &self.volumes {
             // Unplugged, or given another disk, while it was copied.
-            if plan::content_of(&graph, volume).as_deref() != Some(&volume.old_root) {
+            if Standing::of(&graph, volume) != Standing::Old {
                 return Err(Failure::new(
                     Code::Refused,
                     format!("{} is not the disk any more that it was", volume.label),
@@ -305,25 +309,21 @@ impl Work {
 
     async fn check(&mut self) -> Result<Switched, Failure> {
         let graph = Graph::of(&self.client).await?;
-        let switched: Vec<bool> = self
-            .volumes
-            .iter()
-            .map(|volume| plan::is_switched(&graph, volume))
-            .collect();
+        let standings = Standing::of_all(&graph, &self.volumes);
         self.told.send_modify(|told| {
-            for (volume, switched) in told.volumes.iter_mut().zip(&switched) {
-                volume.switched = *switched;
+            for (volume, standing) in told.volumes.iter_mut().zip(&standings) {
+                volume.switched = *standing == Standing::New;
             }
         });
-        let all = !switched.contains(&false);
-        if all && self.stops_guest {
+        let are_all = |wanted| standings.iter().all(|standing| *standing == wanted);
+        if are_all(Standing::New) && self.stops_guest {
             // Where a job was switched and told an error it stands still yet.
             go_on(&self.client).await?;
         }
-        Ok(match (switched.contains(&true), switched.contains(&false)) {
-            (true, false) => Switched::All,
-            (false, _) => Switched::None,
-            (true, true) => Switched::Some,
+        Ok(match () {
+            () if are_all(Standing::New) => Switched::All,
+            () if are_all(Standing::Old) => Switched::None,
+            () => Switched::Some,
         })
     }
 
@@ -347,7 +347,8 @@ impl Work {
     }
 
     async fn roll_back(&mut self) -> Result<(), Failure> {
-        roll_back(&self.client, &self.volumes, self.qemu, self.stops_guest).await?;
+        let qemu = self.qemu.ok_or_else(out_of_order)?;
+        self.remarks = roll_back(&self.client, &self.volumes, qemu, self.stops_guest).await?;
         self.end_journal().await
     }
 
@@ -448,64 +449,44 @@ pub async fn release(client: &Client, volumes: &[Volume], pid: Option<u32>) -> R
     Ok(remarks)
 }
 
-/// Ends the jobs of a guest that is on its old volumes, closes the targets, and removes those that were made. A QEMU that
-/// is gone has done the first two.
+/// Ends the jobs of a guest that is on its old volumes, closes the targets, and removes those that were made; a QEMU that
+/// is gone has done the first two. `volumes`: all of the move. Returns what is left.
 pub async fn roll_back(
     client: &Client,
     volumes: &[Volume],
-    qemu: Option<ProcessIdentity>,
+    qemu: ProcessIdentity,
     stops_guest: bool,
-) -> Result<(), Failure> {
-    let closed = async {
-        mirror::end(client, volumes).await?;
-        if stops_guest {
-            go_on(client).await?;
-        }
-        for volume in volumes {
-            let names = [volume.names.format.clone(), volume.names.file.clone()];
-            if let Some(node) = nodes::remove(client, &names).await?.first() {
-                return Err(Failure::new(
-                    Code::Refused,
-                    format!("node {node} cannot be closed"),
-                ));
-            }
-        }
-        Ok(())
+) -> Result<Vec<String>, Failure> {
+    let removed = async {
+        close_targets(client, volumes, stops_guest).await?;
+        made::remove(client, qemu, volumes).await
     };
-    if let Err(failure) = closed.await
-        && !is_gone(qemu).await
-    {
-        return Err(failure);
+    match removed.await {
+        Err(_) if is_gone(qemu).await => Ok(made::left(volumes)),
+        removed => removed,
     }
-    remove_made(volumes).await
 }
 
-/// Removes the files that were made for a move.
-pub async fn remove_made(volumes: &[Volume]) -> Result<(), Failure> {
-    let made: Vec<_> = volumes
-        .iter()
-        .filter_map(|volume| Some((volume.target.path.clone(), volume.made?)))
-        .collect();
-    blocking(move || {
-        for (path, identity) in made {
-            // Only what this operation made, and nobody has replaced.
-            if FileIdentity::at(&path) == Some(identity) {
-                fs::remove_file(&path).map_err(|error| {
-                    Failure::new(
-                        Code::StorageIo,
-                        format!("cannot remove {}: {error}", path.display()),
-                    )
-                })?;
-            }
+/// Ends the jobs of disks that are not on their targets, and closes those.
+pub async fn close_targets(client: &Client, volumes: &[Volume], stops_guest: bool) -> Result<(), Failure> {
+    mirror::end(client, volumes).await?;
+    if stops_guest {
+        go_on(client).await?;
+    }
+    for volume in volumes {
+        let names = [volume.names.format.clone(), volume.names.file.clone()];
+        if let Some(node) = nodes::remove(client, &names).await?.first() {
+            return Err(Failure::new(
+                Code::Refused,
+                format!("node {node} cannot be closed"),
+            ));
         }
-        Ok(())
-    })
-    .await
+    }
+    Ok(())
 }
 
 /// Whether QEMU is gone; one that is ending is waited for.
-async fn is_gone(qemu: Option<ProcessIdentity>) -> bool {
-    let Some(qemu) = qemu else { return false };
+async fn is_gone(qemu: ProcessIdentity) -> bool {
     let deadline = Instant::now() + END_LIMIT;
     while qemu.is_alive() {
         if Instant::now() > deadline {

@@ -269,7 +269,7 @@ fn header(path: &Path) -> io::Result<Vec<u8>> {
 }
 
 /// Who holds a lock of QEMU's on the file, as far as that is told. Such locks belong to open files, and not to processes.
-fn lock_holder(metadata: &fs::Metadata) -> Option<String> {
+pub fn lock_holder(metadata: &fs::Metadata) -> Option<String> {
     let locks = fs::read_to_string("/proc/locks").ok()?;
     locked(&locks, metadata.dev(), metadata.ino())
 }

@@ -127,6 +127,13 @@ fn a_snapshot_is_taken_once_and_found_again_in_its_image() {
                 "{field}: {first} {found}"
             );
         }
+        // The guest is not in it for good.
+        let hibernating =
+            scene
+                .dormouse
+                .start_hibernating_by_monitor(&monitor, &image, &["--operation-id", ID]);
+        let refused = scene.dormouse.finish(hibernating).expect_exit(REFUSED);
+        assert!(message(&refused).contains("other parameters"), "{refused:#?}");
         scene.guest.wait_for_more_ticks();
     }
 }

@@ -24,6 +24,9 @@ use crate::vm::diagnosis::Diagnosis;
 /// How long a supervisor is waited for whose guest is in its image.
 const END_LIMIT: Duration = Duration::from_secs(5);
 
+/// How long a supervisor may take to tell what its VM does. QEMU is asked for some of it.
+const ANSWER_LIMIT: Duration = Duration::from_secs(35);
+
 /// How often it is looked for.
 const POLL: Duration = Duration::from_millis(2);
 
@@ -43,9 +46,23 @@ impl Supervisor {
         }
     }
 
-    /// What the VM does.
+    /// The VM's name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// What the VM does. A supervisor that does not say so in a while is not waited for.
     pub async fn vm(&self) -> Result<Vm, Failure> {
-        self.call(Method::GET, "/v1/vm", None::<&()>).await
+        let told = self.call(Method::GET, "/v1/vm", None::<&()>);
+        tokio::time::timeout(ANSWER_LIMIT, told)
+            .await
+            .unwrap_or_else(|_| {
+                let why = format!(
+                    "the supervisor of VM {} does not answer within {ANSWER_LIMIT:?}",
+                    self.name
+                );
+                Err(Failure::new(Code::Unreachable, why))
+            })
     }
 
     /// What can be done with the VM.

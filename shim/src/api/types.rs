@@ -14,6 +14,7 @@ use super::snapshot::{NewSnapshot, Snapshot};
 use crate::error::{Code, Disposition, Failure, GuestState};
 use crate::machine::effect::milliseconds;
 use crate::machine::hibernate::machine::CancelAnswer;
+use crate::machine::volume::grow::Grown;
 use crate::machine::volume::{VolumeProgress, Wish as VolumeWish};
 use crate::machine::wake::feeding::{State, View};
 use crate::machine::wake::follow_up::FollowUp;
@@ -232,12 +233,23 @@ pub enum NewOperation {
         /// Whether the volumes are only switched when that is asked for.
         #[serde(default)]
         complete_by_hand: bool,
+        /// Whether dirty bitmaps that cannot go with their disk may be lost.
+        #[serde(default)]
+        drop_bitmaps: bool,
         /// How long it may take until the switch, in milliseconds.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         timeout_ms: Option<u64>,
         /// How long it may go without there being less to copy than ever before, in milliseconds.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         stall_timeout_ms: Option<u64>,
+    },
+    /// Let a disk of the running guest become larger.
+    GrowVolume {
+        /// The disk.
+        disk: String,
+        /// Its new size, in bytes; without it, all of its volume.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        size_bytes: Option<u64>,
     },
 }
 
@@ -280,6 +292,7 @@ impl NewOperation {
                     .collect();
                 format!("move of {}", to.join(", "))
             }
+            Self::GrowVolume { disk, .. } => format!("growth of {disk}"),
         }
     }
 
@@ -290,6 +303,7 @@ impl NewOperation {
             Self::Snapshot(_) => OperationKind::Snapshot,
             Self::SuspendToDisk { .. } => OperationKind::SuspendToDisk,
             Self::MoveVolumes { .. } => OperationKind::MoveVolumes,
+            Self::GrowVolume { .. } => OperationKind::GrowVolume,
         }
     }
 }
@@ -359,6 +373,8 @@ pub enum OperationKind {
     SuspendToDisk,
     /// The guest gets other volumes.
     MoveVolumes,
+    /// A disk becomes larger.
+    GrowVolume,
 }
 
 /// An operation.
@@ -408,6 +424,8 @@ pub enum Ending {
     SuspendedToDisk(SuspendedToDisk),
     /// The guest is on its new volumes.
     VolumesMoved(VolumesMoved),
+    /// A disk is larger.
+    VolumeGrown(VolumeGrown),
 }
 
 /// What came of a move of volumes.
@@ -433,10 +451,48 @@ pub enum VolumesMovedTag {
     VolumesMoved,
 }
 
+/// What came of a growth.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct VolumeGrown {
+    /// `volume-grown`.
+    pub result: VolumeGrownTag,
+    /// The disk.
+    pub disk: String,
+    /// Its volume.
+    pub volume: PathBuf,
+    /// Its size before, in bytes.
+    pub from_bytes: u64,
+    /// Its size now, in bytes.
+    pub to_bytes: u64,
+}
+
+/// The word that tells results apart in a stream of JSON lines.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum VolumeGrownTag {
+    /// The disk is larger, and the guest was told.
+    VolumeGrown,
+}
+
+impl From<Grown> for VolumeGrown {
+    fn from(grown: Grown) -> Self {
+        Self {
+            result: VolumeGrownTag::VolumeGrown,
+            disk: grown.disk,
+            volume: grown.volume,
+            from_bytes: grown.from_bytes,
+            to_bytes: grown.to_bytes,
+        }
+    }
+}
+
 impl Ending {
     /// Whether it is the guest's end too.
     pub fn is_of_the_guest(&self) -> bool {
-        !matches!(self, Self::Snapshot(_) | Self::VolumesMoved(_))
+        !matches!(
+            self,
+            Self::Snapshot(_) | Self::VolumesMoved(_) | Self::VolumeGrown(_)
+        )
     }
 }
 

@@ -205,7 +205,7 @@ async fn one(found: Found, state: &StateDir, wanted: &Wanted) -> Result<Option<R
 
 /// Its supervisor could not write down where the guest went.
 fn note_ending(state: &StateDir, record: &Record, outcome: Outcome) {
-    if outcome != Outcome::Hibernated || record.monitor != state.monitor_socket(&record.vm_name) {
+    if outcome != Outcome::Hibernated || !state.is_monitor_of(&record.vm_name, &record.monitor) {
         return;
     }
     let how = How::Hibernated {
@@ -221,7 +221,7 @@ fn note_ending(state: &StateDir, record: &Record, outcome: Outcome) {
 /// The folder of a VM whose supervisor was killed goes with its QEMU.
 async fn free_name(state: &StateDir, record: &Record) {
     let folder = state.path().join(&record.vm_name);
-    if record.monitor == state.monitor_socket(&record.vm_name) && folder.exists() {
+    if state.is_monitor_of(&record.vm_name, &record.monitor) && folder.exists() {
         // Taken and dropped. Somebody else may take it as well.
         let _ = state.claim(&record.vm_name, None).await;
     }

@@ -82,7 +82,7 @@ pub async fn snapshot(
             let terms = terms(&arguments.save, Priority::Normal);
             match by_supervisor(state, name, (wish, terms), signals, report).await? {
                 Ending::Snapshot(snapshot) => *snapshot,
-                Ending::Hibernated(_) | Ending::SuspendedToDisk(_) | Ending::VolumesMoved(_) => {
+                _ => {
                     return Err(something_else());
                 }
             }

@@ -177,6 +177,7 @@ pub fn describe(vm: &Vm) -> String {
             OperationKind::Snapshot => "snapshot",
             OperationKind::SuspendToDisk => "suspend to disk",
             OperationKind::MoveVolumes => "move of volumes",
+            OperationKind::GrowVolume => "growth of a disk",
         };
         text.push_str(&format!("\n{kind} {}: {}", operation.id, operation.phase));
         if let Some(choice) = &operation.choice {

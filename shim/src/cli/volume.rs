@@ -14,18 +14,22 @@ use super::byte_count;
 use super::hibernate::{absolute, as_ms, attend, by_supervisor, known_of, something_else};
 use super::report::Report;
 use crate::api::client::Supervisor;
-use crate::api::types::{Ending, NewOperation, OperationKind, Terms, VolumesMoved};
+use crate::api::types::{Ending, NewOperation, OperationKind, Terms, VolumeGrown, VolumesMoved};
 use crate::error::{Code, Failure};
+use crate::machine::volume::grow as volume_grow;
 use crate::machine::volume::{Format, Limits, Request, Wish};
 use crate::signals::Signals;
 use crate::supervisor::operation::Prepared;
-use crate::supervisor::state_dir::StateDir;
+use crate::supervisor::state_dir::{StateDir, VmRecord};
+use crate::vm::process::{visible_command_line, working_directory};
 use crate::vm::process_identity::ProcessIdentity;
 
 #[derive(Debug, Subcommand)]
 pub enum VolumeVerb {
     /// Copy volumes while the guest runs, and switch it to the copies: all of them, or none
     Move(MoveArguments),
+    /// Let a disk become larger while its guest runs: a raw one takes all of its volume, as after a move to a larger one
+    Grow(GrowArguments),
     /// Switch the volumes of a move that waits for this (`move --complete manual`)
     Complete(CompleteArguments),
 }
@@ -53,12 +57,27 @@ pub struct MoveArguments {
     /// When the volumes are switched: once all are in step, or when `dormouse volume complete` says so
     #[arg(long, value_enum, default_value_t)]
     complete: Complete,
+    /// Move disks without those of their dirty bitmaps that cannot go with them: persistent ones to a raw volume, ones of
+    /// backing images; without this they are refused
+    #[arg(long)]
+    drop_bitmaps: bool,
     /// Leave the guest on its old volumes if the new ones are not in place after this time (30s, 5m) [default: no limit]
     #[arg(long, value_name = "TIME", value_parser = humantime::parse_duration)]
     timeout: Option<Duration>,
     /// Leave the guest on its old volumes if there is no less to copy for this time [default: 2m]
     #[arg(long, value_name = "TIME", value_parser = humantime::parse_duration)]
     stall_timeout: Option<Duration>,
+}
+
+#[derive(Debug, Args)]
+pub struct GrowArguments {
+    /// The VM's name (not with --qmp); the disk, in the same words as for a move; its new size (bytes, or with a suffix: 200M,
+    /// 1.5G), or max for all of its volume
+    #[arg(required = true, num_args = 2..=3, value_names = ["NAME", "DISK", "SIZE"])]
+    what: Vec<String>,
+    /// QMP socket of a QEMU without a supervisor; its monitor must be free
+    #[arg(long, value_name = "SOCKET")]
+    qmp: Option<PathBuf>,
 }
 
 #[derive(Debug, Args)]
@@ -81,6 +100,7 @@ enum Complete {
 pub async fn volume(verb: VolumeVerb, state: &StateDir, report: &Report) -> Result<ExitCode, Failure> {
     match verb {
         VolumeVerb::Move(arguments) => move_volumes(arguments, state, report).await,
+        VolumeVerb::Grow(arguments) => grow(arguments, state, report).await,
         VolumeVerb::Complete(arguments) => complete(&arguments.name, state, report).await,
     }
 }
@@ -92,10 +112,7 @@ async fn move_volumes(
 ) -> Result<ExitCode, Failure> {
     for volume in &mut arguments.volumes {
         volume.to = absolute(&volume.to)?;
-        // A file that the disk has now is named from where we are, not from where QEMU is.
-        if volume.disk.contains('/') && Path::new(&volume.disk).exists() {
-            volume.disk = absolute(Path::new(&volume.disk))?.to_string_lossy().into_owned();
-        }
+        volume.disk = from_here(&volume.disk)?;
     }
     let limits = Limits::default();
     let limits = Limits {
@@ -110,6 +127,7 @@ async fn move_volumes(
                 volumes: arguments.volumes,
                 speed_limit_bytes: arguments.speed.map(|speed| speed.0),
                 complete_by_hand: by_hand,
+                drop_bitmaps: arguments.drop_bitmaps,
                 timeout_ms: limits.total.map(as_ms),
                 stall_timeout_ms: Some(as_ms(limits.stall)),
             };
@@ -120,9 +138,7 @@ async fn move_volumes(
             };
             match by_supervisor(state, name, (wish, terms), signals, report).await? {
                 Ending::VolumesMoved(moved) => moved,
-                Ending::Hibernated(_) | Ending::Snapshot(_) | Ending::SuspendedToDisk(_) => {
-                    return Err(something_else());
-                }
+                _ => return Err(something_else()),
             }
         }
         (None, Some(_)) if by_hand => {
@@ -134,6 +150,7 @@ async fn move_volumes(
                 volumes: arguments.volumes,
                 speed_limit: arguments.speed,
                 by_hand,
+                drop_bitmaps: arguments.drop_bitmaps,
                 limits,
                 monitor: absolute(socket)?,
                 operations: state.moves(),
@@ -148,7 +165,7 @@ async fn move_volumes(
     Ok(ExitCode::SUCCESS)
 }
 
-/// Takes the monitor for one operation.
+/// Moves volumes over a monitor that is free.
 async fn by_ourselves(
     socket: &Path,
     request: Request,
@@ -156,10 +173,11 @@ async fn by_ourselves(
     report: &Report,
 ) -> Result<VolumesMoved, Failure> {
     let signals = Signals::watch()?;
-    state.make()?;
-    let client = Client::connect(socket, ConnectOptions::default()).await?;
-    state.sweep_machines();
-    let (vm_name, record) = known_of(socket, client.peer_pid());
+    let Taken {
+        client,
+        vm_name,
+        record,
+    } = take(socket, state).await?;
     let machine = match (record, client.peer_pid().and_then(ProcessIdentity::of)) {
         // The folder of a supervisor that was killed.
         (Some(_), _) => request.monitor.parent().map(Path::to_owned).unwrap_or_default(),
@@ -167,14 +185,6 @@ async fn by_ourselves(
         // Such a QEMU is refused.
         (None, None) => PathBuf::new(),
     };
-    if let Some(pid) = client.peer_pid().filter(|pid| state.is_interrupted(*pid)) {
-        return Err(Failure::new(
-            Code::Refused,
-            format!(
-                "an operation on the guest in process {pid} was interrupted: `dormouse recover` ends that first"
-            ),
-        ));
-    }
     let request = Request {
         vm_name,
         machine,
@@ -186,6 +196,106 @@ async fn by_ourselves(
     let outcome = attend(work, documents, &cancel, signals, &progress).await;
     progress.finish();
     outcome.map(VolumesMoved::from)
+}
+
+/// A monitor that was taken for one operation.
+struct Taken {
+    client: Client,
+    vm_name: String,
+    record: Option<VmRecord>,
+}
+
+async fn take(socket: &Path, state: &StateDir) -> Result<Taken, Failure> {
+    state.make()?;
+    let client = Client::connect(socket, ConnectOptions::default()).await?;
+    state.sweep_machines();
+    let (vm_name, record) = known_of(socket, client.peer_pid());
+    if let Some(pid) = client.peer_pid().filter(|pid| state.is_interrupted(*pid)) {
+        return Err(Failure::new(
+            Code::Refused,
+            format!(
+                "an operation on the guest in process {pid} was interrupted: `dormouse recover` ends that first"
+            ),
+        ));
+    }
+    Ok(Taken {
+        client,
+        vm_name,
+        record,
+    })
+}
+
+async fn grow(arguments: GrowArguments, state: &StateDir, report: &Report) -> Result<ExitCode, Failure> {
+    let usage = |why: String| Failure::new(Code::Usage, why);
+    let (name, disk, size) = match (&arguments.what[..], &arguments.qmp) {
+        ([name, disk, size], None) => (Some(name), disk, size),
+        ([disk, size], Some(_)) => (None, disk, size),
+        (_, None) => {
+            return Err(usage(
+                "say which VM, which of its disks, and how large".to_owned(),
+            ));
+        }
+        (_, Some(_)) => return Err(usage("with --qmp say which disk, and how large".to_owned())),
+    };
+    let size_bytes = match size.as_str() {
+        "max" => None,
+        size => Some(byte_count(size).map_err(usage)?.0),
+    };
+    let disk = from_here(disk)?;
+    let grown = match (name, &arguments.qmp) {
+        (Some(name), _) => {
+            let wish = NewOperation::GrowVolume { disk, size_bytes };
+            let signals = Signals::watch()?.for_several();
+            let terms = Terms {
+                id: Some(Uuid::new_v4()),
+                ..Terms::default()
+            };
+            match by_supervisor(state, name, (wish, terms), signals, report).await? {
+                Ending::VolumeGrown(grown) => grown,
+                _ => return Err(something_else()),
+            }
+        }
+        (None, Some(socket)) => {
+            let Taken { client, record, .. } = take(socket, state).await?;
+            let qemu = client.peer_pid().and_then(ProcessIdentity::of);
+            let recorded = record.or_else(|| VmRecord::read(&state.machine(qemu?)));
+            let visible = || {
+                let directory = working_directory(qemu?.pid)?;
+                visible_command_line(qemu?.pid, &directory).ok()
+            };
+            let request = volume_grow::Request {
+                disk,
+                size_bytes,
+                command_line: recorded
+                    .map(|record| record.command_line)
+                    .or_else(visible)
+                    .unwrap_or_default(),
+            };
+            let prepared = Prepared::new(Uuid::new_v4(), OperationKind::GrowVolume);
+            VolumeGrown::from(prepared.grow_volume(client, request).await?)
+        }
+        (None, None) => return Err(usage("name a VM, or a monitor with --qmp".to_owned())),
+    };
+    report.result(
+        &grown,
+        &format!(
+            "{} grew from {} to {} ({} bytes), on {}",
+            grown.disk,
+            ByteCount(grown.from_bytes),
+            ByteCount(grown.to_bytes),
+            grown.to_bytes,
+            grown.volume.display()
+        ),
+    );
+    Ok(ExitCode::SUCCESS)
+}
+
+/// A file that a disk has is named from where we are, not from where QEMU is.
+fn from_here(disk: &str) -> Result<String, Failure> {
+    if disk.contains('/') && Path::new(disk).exists() {
+        return Ok(absolute(Path::new(disk))?.to_string_lossy().into_owned());
+    }
+    Ok(disk.to_owned())
 }
 
 async fn complete(name: &str, state: &StateDir, report: &Report) -> Result<ExitCode, Failure> {

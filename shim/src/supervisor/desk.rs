@@ -14,9 +14,9 @@ use crate::api::types::{NewOperation, Operation, OperationKind};
 use crate::error::{Code, Failure};
 use crate::machine::hibernate::machine::CancelAnswer;
 use crate::machine::hibernate::runner::Cancel;
-use crate::machine::suspend;
 use crate::machine::volume::runner::Word;
 use crate::machine::wake::feeding::View;
+use crate::machine::{suspend, volume};
 
 /// How long a finished operation's document is kept for a watcher that has not read it, once QEMU is gone.
 const FAREWELL: Duration = Duration::from_secs(2);
@@ -157,8 +157,8 @@ impl Desk {
                     return self.signal.take();
                 }
             }
-            // A snapshot that is past its seal is over soon, and its guest is still there.
-            News::CancelAnswered(CancelAnswer::TooLate) if !self.takes_a_snapshot() => {
+            // One that leaves the guest is over soon, and its guest is still there.
+            News::CancelAnswered(CancelAnswer::TooLate) if !self.leaves_the_guest() => {
                 self.deny_all(RequestQueue::too_late);
             }
             News::CancelAnswered(_) => {}
@@ -167,10 +167,10 @@ impl Desk {
         None
     }
 
-    fn takes_a_snapshot(&self) -> bool {
+    fn leaves_the_guest(&self) -> bool {
         let documents = self.documents.borrow();
         let kind = documents.last().map(|operation| operation.borrow().kind);
-        kind == Some(OperationKind::Snapshot)
+        matches!(kind, Some(OperationKind::Snapshot | OperationKind::MoveVolumes))
     }
 
     fn deny_all(&mut self, take: impl FnOnce(&mut RequestQueue<Ticket>) -> Vec<(Denial, Ticket)>) {
@@ -265,6 +265,19 @@ impl Desk {
                     }
                 })
             }
+            NewOperation::GrowVolume { disk, size_bytes } => {
+                let request = volume::grow::Request {
+                    disk,
+                    size_bytes,
+                    command_line: handle.machine().command_line,
+                };
+                tokio::spawn(async move {
+                    match prepared.grow_volume(client, request).await {
+                        Ok(grown) => tracing::info!(to_bytes = grown.to_bytes, "{} grew", grown.disk),
+                        Err(failure) => tracing::warn!(code = ?failure.code, %failure, "no disk grew"),
+                    }
+                })
+            }
         };
         self.running = Some(Running {
             id,
@@ -328,11 +341,12 @@ impl Desk {
 
     /// After QEMU's end: lets the operation come to its own.
     pub async fn wait_for_end(&mut self) {
-        if let Some(running) = self.running.take()
-            && let Err(error) = running.task.await
+        if let Some(running) = &mut self.running
+            && let Err(error) = (&mut running.task).await
         {
             tracing::error!(%error, "an operation ended in panic");
         }
+        self.running = None;
     }
 
     /// Lets a watcher read how the last operation ended.

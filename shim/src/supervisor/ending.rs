@@ -90,10 +90,9 @@ impl LastEnding {
             Some((operation, Ending::SuspendedToDisk(_))) => How::SuspendedToDisk {
                 operation: *operation,
             },
-            Some((_, Ending::Snapshot(_) | Ending::VolumesMoved(_))) | None if status.success() => {
-                How::Stopped { reason }
-            }
-            Some((_, Ending::Snapshot(_) | Ending::VolumesMoved(_))) | None => How::Crashed {
+            // The others are not of the guest.
+            _ if status.success() => How::Stopped { reason },
+            _ => How::Crashed {
                 exit_code: status.code(),
                 signal: status.signal(),
             },

@@ -216,7 +216,16 @@ pub async fn supervise(mut supervised: Supervised, mut signals: Signals) -> Resu
             }
         }
     };
-    desk.wait_for_end().await;
+    // An operation may still wait for its storage. It is asked about and cancelled as before; no signal has a QEMU to go to.
+    loop {
+        tokio::select! {
+            () = desk.wait_for_end() => break,
+            signal = signals.next() => {
+                let _ = desk.signalled(signal);
+            }
+            Some(request) = requested.recv() => desk.answer(request, &handle),
+        }
+    }
     if let Some(feeding) = feeding {
         // It ended with QEMU at the latest; what it does with the image it does to the end.
         let _ = feeding.await;
@@ -392,6 +401,7 @@ fn volume_move(wish: NewOperation, handle: &Handle) -> Result<volume::Request, F
         volumes,
         speed_limit_bytes,
         complete_by_hand,
+        drop_bitmaps,
         timeout_ms,
         stall_timeout_ms,
     } = wish
@@ -406,6 +416,7 @@ fn volume_move(wish: NewOperation, handle: &Handle) -> Result<volume::Request, F
         volumes,
         speed_limit: speed_limit_bytes.map(ByteCount),
         by_hand: complete_by_hand,
+        drop_bitmaps,
         limits: volume::Limits {
             total: timeout_ms.map(Duration::from_millis),
             stall: stall_timeout_ms.map_or(limits.stall, Duration::from_millis),

@@ -185,6 +185,22 @@ impl Prepared {
         conclude(&document, phase, outcome.as_ref().map(ending));
         outcome
     }
+
+    /// Lets a disk grow. That takes moments, and is not cancelled.
+    pub async fn grow_volume(
+        self,
+        client: Client,
+        request: volume::grow::Request,
+    ) -> Result<volume::grow::Grown, Failure> {
+        let Self { document, .. } = self;
+        let outcome = volume::grow::grow(&client, &request).await;
+        let phase = if outcome.is_ok() { "Grown" } else { "Failed" };
+        let ending = |grown: &volume::grow::Grown| Ending::VolumeGrown(grown.clone().into());
+        publish(&document, |operation| operation.phase = phase.to_owned());
+        let phase = document.borrow().phase.clone();
+        conclude(&document, phase, outcome.as_ref().map(ending));
+        outcome
+    }
 }
 
 fn publish_volumes(document: &watch::Sender<Operation>, told: &volume::runner::Told) {

@@ -7,10 +7,11 @@
 
 use std::path::{Path, PathBuf};
 
-use serde_json::{Map, Value, json};
+use serde_json::json;
 
 use super::command_line::takes_value;
 use super::file_identity::FileIdentity;
+use super::node_options::{self, NodeOptions};
 use super::options::Options;
 
 /// Where a disk was, and where it is.
@@ -99,7 +100,8 @@ pub fn is_rewritten(arguments: &[String], disk: &MovedDisk) -> bool {
         .any(|argument| argument.contains(&*new) || argument.contains(&doubled))
 }
 
-fn is_same(one: &Path, other: &Path) -> bool {
+/// Whether both are the same file.
+pub(super) fn is_same(one: &Path, other: &Path) -> bool {
     one == other || FileIdentity::at(one).is_some_and(|identity| FileIdentity::at(other) == Some(identity))
 }
 
@@ -142,81 +144,6 @@ fn protocol(disk: &MovedDisk) -> &'static str {
     }
 }
 
-/// A node's options in whichever form; keys have dots between their parts.
-#[derive(Debug, Clone)]
-enum Node {
-    Pairs(Options),
-    Json(Map<String, Value>),
-}
-
-impl Node {
-    fn parse(text: &str) -> Option<Self> {
-        if text.trim_start().starts_with('{') {
-            return Some(Self::Json(serde_json::from_str(text).ok()?));
-        }
-        Some(Self::Pairs(Options::parse(text)?))
-    }
-
-    fn value(&self, key: &str) -> Option<&str> {
-        match self {
-            Self::Pairs(options) => match key {
-                "driver" => options.leading(key),
-                key => options.value(key),
-            },
-            Self::Json(map) => {
-                let mut parts = key.split('.');
-                let first = map.get(parts.next()?)?;
-                parts.try_fold(first, |value, part| value.get(part))?.as_str()
-            }
-        }
-    }
-
-    fn set(&mut self, key: &str, value: &Value) {
-        match self {
-            Self::Pairs(options) => {
-                if key == "driver" {
-                    options.remove("");
-                }
-                options.set(
-                    key,
-                    value.as_str().map_or_else(|| value.to_string(), str::to_owned),
-                );
-            }
-            Self::Json(map) => match key.split_once('.') {
-                None => drop(map.insert(key.to_owned(), value.clone())),
-                Some((first, rest)) => {
-                    if let Some(inner) = map.get_mut(first) {
-                        inner[rest] = value.clone();
-                    }
-                }
-            },
-        }
-    }
-
-    /// Keeps only the top-level keys that `is_kept` takes.
-    fn retain(&mut self, is_kept: impl Fn(&str) -> bool) {
-        match self {
-            Self::Pairs(options) => {
-                let keys: Vec<String> = options.pairs().map(|(key, _)| key.to_owned()).collect();
-                for key in keys
-                    .iter()
-                    .filter(|key| !is_kept(key.split('.').next().unwrap_or_default()))
-                {
-                    options.remove(key);
-                }
-            }
-            Self::Json(map) => map.retain(|key, _| is_kept(key)),
-        }
-    }
-
-    fn render(&self) -> String {
-        match self {
-            Self::Pairs(options) => options.render(),
-            Self::Json(map) => Value::Object(map.clone()).to_string(),
-        }
-    }
-}
-
 /// What every format has.
 const OF_ALL_FORMATS: &[&str] = &[
     "",
@@ -232,11 +159,8 @@ const OF_ALL_FORMATS: &[&str] = &[
 ];
 
 fn move_nodes(line: &[String], disk: &MovedDisk, names_old: impl Fn(&str) -> bool) -> Option<Vec<String>> {
-    let mut nodes: Vec<(usize, Node)> = (1..line.len())
-        .filter(|at| matches!(line[at - 1].as_str(), "-blockdev" | "--blockdev"))
-        .filter_map(|at| Some((at, Node::parse(&line[at])?)))
-        .collect();
-    let is_ours = |node: &Node| {
+    let mut nodes = node_options::all(line);
+    let is_ours = |node: &NodeOptions| {
         node.value("node-name")
             .is_some_and(|name| disk.old_nodes.iter().any(|old| old == name))
     };
@@ -310,7 +234,7 @@ fn move_nodes(line: &[String], disk: &MovedDisk, names_old: impl Fn(&str) -> boo
 
 fn with_other_path(
     line: &[String],
-    mut nodes: Vec<(usize, Node)>,
+    mut nodes: Vec<(usize, NodeOptions)>,
     disk: &MovedDisk,
     names_old: impl Fn(&str) -> bool,
 ) -> Option<Vec<String>> {
@@ -328,7 +252,7 @@ fn with_other_path(
     None
 }
 
-fn with_nodes(line: &[String], nodes: &[(usize, Node)], left_out: &[usize]) -> Vec<String> {
+fn with_nodes(line: &[String], nodes: &[(usize, NodeOptions)], left_out: &[usize]) -> Vec<String> {
     let mut line = line.to_vec();
     for (at, node) in nodes {
         line[*at] = node.render();
@@ -343,6 +267,8 @@ fn with_nodes(line: &[String], nodes: &[(usize, Node)], left_out: &[usize]) -> V
 
 #[cfg(test)]
 mod tests {
+    use serde_json::Value;
+
     use super::*;
 
     fn disk(format: &'static str) -> MovedDisk {

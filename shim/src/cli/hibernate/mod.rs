@@ -91,7 +91,7 @@ pub async fn hibernate(
 fn hibernated(ending: Ending) -> Result<Hibernated, Failure> {
     match ending {
         Ending::Hibernated(hibernated) => Ok(*hibernated),
-        Ending::Snapshot(_) | Ending::SuspendedToDisk(_) | Ending::VolumesMoved(_) => Err(something_else()),
+        _ => Err(something_else()),
     }
 }
 
@@ -214,18 +214,24 @@ async fn follow(
             news = supervisor.news(id, operation.version) => news.map_err(|failure| {
                 failure.while_doing(match operation.kind {
                     OperationKind::MoveVolumes => "the volumes may have been switched, `dormouse recover` finds out",
+                    OperationKind::GrowVolume => "the disk may have grown, growing it again makes sure",
                     _ => "it may have ended well, look at the image or the guest's disk",
                 })
             })?,
             Ok(()) = signals.changed() => {
                 // An operation that has just ended takes no cancel, and its document tells how it ended.
-                if let Ok(CancelAnswer::TooLate) = supervisor.cancel(id).await {
+                let answer = tokio::select! {
+                    answer = supervisor.cancel(id) => answer,
+                    Ok(()) = signals.changed() => return Err(unheard(supervisor)),
+                };
+                if let Ok(CancelAnswer::TooLate) = answer {
                     report.remark(match operation.kind {
                         OperationKind::Hibernate | OperationKind::Snapshot => "too late to cancel: the image is being sealed",
                         OperationKind::SuspendToDisk => {
                             "too late to cancel: the guest was told to suspend itself to its disk"
                         }
                         OperationKind::MoveVolumes => "too late to cancel: the volumes are being switched",
+                        OperationKind::GrowVolume => "too late to cancel: the guest is being told",
                     });
                 }
                 continue;
@@ -255,11 +261,25 @@ async fn begin(
             Ok(()) = signals.changed() => {
                 is_wanted = false;
                 if let Some(id) = terms.id {
-                    let _ = supervisor.cancel(id).await;
+                    tokio::select! {
+                        _ = supervisor.cancel(id) => {}
+                        Ok(()) = signals.changed() => return Err(unheard(supervisor)),
+                    }
                 }
             }
         }
     }
+}
+
+/// Somebody asked twice for an end, and the supervisor did not answer once.
+fn unheard(supervisor: &Supervisor) -> Failure {
+    Failure::new(
+        Code::Unreachable,
+        format!(
+            "the supervisor of VM {} does not answer; the operation may go on, `dormouse status` tells when it can be asked again",
+            supervisor.name()
+        ),
+    )
 }
 
 /// A guest can outlive its supervisor; then it is reached in another way.
@@ -299,7 +319,9 @@ async fn by_ourselves(
         return hibernated(settled?);
     }
     let (client, request) = attach(socket, target, &arguments.save, image, state).await?;
-    let name = (request.monitor == state.monitor_socket(&request.vm_name)).then(|| request.vm_name.clone());
+    let name = state
+        .is_monitor_of(&request.vm_name, &request.monitor)
+        .then(|| request.vm_name.clone());
     let prepared = Prepared::new(id, OperationKind::Hibernate);
     let (documents, cancel) = (prepared.watch(), prepared.cancel());
     let work = prepared.hibernate(client, request);

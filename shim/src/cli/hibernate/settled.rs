@@ -38,24 +38,20 @@ pub fn settled(
             _ => false,
         };
         match ending.result {
-            _ if !is_same => {
-                let why =
-                    format!("operation {id} ended with other parameters; another request takes another id");
-                return Some(Err(Failure::new(Code::Refused, why)));
-            }
+            _ if !is_same => return Some(Err(other_parameters(id))),
             Some(result) => return Some(Ok(result)),
             // The image tells.
             None => {}
         }
     }
     match wish {
-        NewOperation::Hibernate { to, .. } => {
-            in_an_image(to, id, |hibernated| Ending::Hibernated(Box::new(hibernated)))
-        }
-        NewOperation::Snapshot(snapshot) => in_an_image(&snapshot.to, id, |made| {
+        NewOperation::Hibernate { to, .. } => in_an_image(to, id, false, |hibernated| {
+            Ending::Hibernated(Box::new(hibernated))
+        }),
+        NewOperation::Snapshot(snapshot) => in_an_image(&snapshot.to, id, true, |made| {
             Ending::Snapshot(Box::new(as_snapshot(made)))
         }),
-        NewOperation::SuspendToDisk { .. } | NewOperation::MoveVolumes { .. } => None,
+        _ => None,
     }
 }
 
@@ -74,14 +70,23 @@ fn in_the_journal(state: &StateDir, id: Uuid) -> Option<Failure> {
     })
 }
 
+fn other_parameters(id: Uuid) -> Failure {
+    let why = format!("operation {id} ended with other parameters; another request takes another id");
+    Failure::new(Code::Refused, why)
+}
+
 fn in_an_image(
     path: &Path,
     id: Uuid,
+    is_snapshot: bool,
     ending: impl FnOnce(Hibernated) -> Ending,
 ) -> Option<Result<Ending, Failure>> {
     let image = Image::open(path).ok()?;
     if image.manifest().operation != Some(id) {
         return None;
+    }
+    if image.manifest().guest.went_on != is_snapshot {
+        return Some(Err(other_parameters(id)));
     }
     Some(match image.state() {
         ImageState::Sealed => told(&image).map(ending),

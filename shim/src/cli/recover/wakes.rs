@@ -126,7 +126,7 @@ fn refuse_if(state: &StateDir, is_meant: impl Fn(&Record) -> bool) -> Result<(),
 /// The folder of a VM whose supervisor was killed goes with its QEMU.
 async fn free_name(state: &StateDir, record: &Record) {
     let folder = state.path().join(&record.vm_name);
-    if record.monitor == state.monitor_socket(&record.vm_name) && folder.exists() {
+    if state.is_monitor_of(&record.vm_name, &record.monitor) && folder.exists() {
         // Taken and dropped. Somebody else may take it as well.
         let _ = state.claim(&record.vm_name, None).await;
     }

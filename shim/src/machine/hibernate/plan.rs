@@ -14,6 +14,7 @@ use super::machine::Aim;
 use super::{Request, live, stream};
 use crate::error::{Code, Failure, GuestState, sentence};
 use crate::vm::command_line::CommandLine;
+use crate::vm::disk_size;
 use crate::vm::engine::{self, Choice, Facts, Wish};
 use crate::vm::memory::{DEVICE_STATE_BOUND, Memory};
 use crate::vm::{binary, blockers, cpu_model, disks, hardware, monitor, mount, process};
@@ -81,6 +82,7 @@ async fn examine(client: &Client, request: &Request, running: bool) -> Result<Pl
 
     let mut blockers = blockers::all(client, request.shape.as_ref(), &line, &directory).await?;
     let disks = disks::present(client, &directory).await?;
+    let command_line = disk_size::as_now(&command_line, &directory, &disks);
     if let Some(disk) = disks.iter().find(|disk| disks::is_target(disk, &request.target)) {
         blockers.push(format!(
             "{} is the guest's own {}",

@@ -4,6 +4,8 @@
 //! `plan` looks first, `machine` decides, `runner` acts, with `target` for the files, `nodes` for what QEMU opens and
 //! `mirror` for its jobs. The old volumes are never written or removed.
 
+pub mod bitmaps;
+pub mod grow;
 pub mod machine;
 pub mod made;
 pub mod mirror;
@@ -30,6 +32,8 @@ pub struct Request {
     pub speed_limit: Option<ByteCount>,
     /// Whether the switch waits for somebody's word.
     pub by_hand: bool,
+    /// Whether dirty bitmaps that cannot go with their disk may be lost.
+    pub drop_bitmaps: bool,
     /// How long it may take.
     pub limits: Limits,
     /// The monitor's socket.

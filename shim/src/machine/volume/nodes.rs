@@ -57,6 +57,13 @@ impl Names {
     }
 }
 
+impl Names {
+    /// Whether a node is one that a move made for a guest.
+    pub fn is_format(node: &str) -> bool {
+        node.starts_with("dm") && node.ends_with("-format")
+    }
+}
+
 /// How a target treats zeros.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Zeros<'a> {

@@ -13,6 +13,7 @@ use dormouse_qmp::{Client, command};
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
+use super::bitmaps::{self, Bitmaps};
 use super::nodes::Names;
 use super::target::{Need, Target};
 use super::{Format, Request, Wish};
@@ -49,6 +50,9 @@ pub struct Volume {
     pub direct: bool,
     /// How writes of zeros are treated before, in QEMU's words.
     pub detect_zeroes: String,
+    /// Its dirty bitmaps.
+    #[serde(default)]
+    pub bitmaps: Bitmaps,
     /// Where it goes.
     pub target: Target,
     /// The file that was made for it, once it is.
@@ -86,16 +90,16 @@ pub async fn make(
     let in_use = InUse::of(&graph, &directory, pid);
     let (mut volumes, mut refusals) = (Vec::new(), Vec::new());
     for (index, wish) in request.volumes.iter().enumerate() {
-        match examine(
+        let names = Names::of(operation, index);
+        let examined = examine(
             client,
             &graph,
-            wish,
-            Names::of(operation, index),
+            (wish, request.drop_bitmaps),
+            names,
             &directory,
             &in_use,
-        )
-        .await
-        {
+        );
+        match examined.await {
             Ok(volume) => volumes.push(volume),
             Err(refusal) => refusals.push(refusal),
         }
@@ -130,7 +134,7 @@ pub async fn make(
 }
 
 /// Other work on the disks, or on all of the VM, has to be over.
-async fn check_idle(client: &Client) -> Result<(), Failure> {
+pub(super) async fn check_idle(client: &Client) -> Result<(), Failure> {
     let refused = |why: String| Err(Failure::new(Code::Refused, why));
     let state = monitor::run_state(client).await?;
     let may_move = matches!(
@@ -193,7 +197,7 @@ impl InUse {
 async fn examine(
     client: &Client,
     graph: &Graph,
-    wish: &Wish,
+    (wish, drop_bitmaps): (&Wish, bool),
     names: Names,
     directory: &Path,
     in_use: &InUse,
@@ -243,23 +247,26 @@ async fn examine(
             size_bytes: 0,
         },
         old_file,
+        bitmaps: Bitmaps::default(),
         made: None,
     };
     // Before it is opened for a look.
     in_use.check(&wish.to)?;
     volume.target = Target::examine(wish, volume.need()).map_err(|failure| failure.while_doing(&label))?;
+    volume.bitmaps = bitmaps::examine(graph, &volume.old_chain, &volume.target, drop_bitmaps)
+        .map_err(|why| refused(&why))?;
     Ok(volume)
 }
 
 /// How a drive is called to a person.
-fn label(drive: &BlockInfo) -> String {
+pub(super) fn label(drive: &BlockInfo) -> String {
     let named = [drive.device.as_str(), drive.qdev.as_deref().unwrap_or_default()];
     let name = named.into_iter().find(|name| !name.is_empty()).unwrap_or("?");
     format!("disk {name}")
 }
 
 /// The drive that a person means.
-fn find<'a>(graph: &'a Graph, disk: &str, directory: &Path) -> Result<&'a BlockInfo, Failure> {
+pub(super) fn find<'a>(graph: &'a Graph, disk: &str, directory: &Path) -> Result<&'a BlockInfo, Failure> {
     let identity = disk
         .contains('/')
         .then(|| FileIdentity::at(&directory.join(disk)))
@@ -333,25 +340,12 @@ fn verdict(graph: &Graph, drive: &BlockInfo, root: &BlockNode, name: &str) -> Op
             root.driver
         ));
     }
-    if let Some(user) = graph.chain(name).iter().skip(1).find_map(|node| {
+    graph.chain(name).iter().skip(1).find_map(|node| {
         graph
             .users_outside(node)
             .into_iter()
             .next()
             .map(|user| format!("{user} uses its node {node}"))
-    }) {
-        return Some(user);
-    }
-    let bitmaps = root.dirty_bitmaps.iter().flatten();
-    let kept: Vec<&str> = bitmaps
-        .filter(|bitmap| bitmap.persistent == Some(true))
-        .filter_map(|bitmap| bitmap.name.as_deref())
-        .collect();
-    (!kept.is_empty()).then(|| {
-        format!(
-            "it has the dirty bitmaps {}, which would be lost; remove them first, and make the next backup a full one",
-            kept.join(", ")
-        )
     })
 }
 
@@ -377,7 +371,7 @@ async fn device_verdict(client: &Client, drive: &BlockInfo) -> Option<&'static s
 }
 
 /// The file or block device at the bottom.
-fn file_below<'a>(graph: &'a Graph, root: &'a str) -> Result<&'a str, String> {
+pub(super) fn file_below<'a>(graph: &'a Graph, root: &'a str) -> Result<&'a str, String> {
     let mut here = root;
     loop {
         let node = graph.node(here).ok_or("one of its nodes is not told")?;

@@ -10,6 +10,7 @@ use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::Instant;
 use uuid::Uuid;
 
+use super::bitmaps;
 use super::machine::{Effect, Input, Machine, Phase, Switched};
 use super::mirror::{self, BothSides, Start};
 use super::nodes::{self, Zeros};
@@ -254,6 +255,7 @@ impl Work {
         self.write_down(Point::Moving).await?;
         for volume in &self.volumes {
             nodes::attach(&self.client, volume, self.start.zeros()).await?;
+            bitmaps::prepare(&self.client, volume).await?;
         }
         Ok(())
     }
@@ -292,7 +294,11 @@ impl Work {
         if self.stops_guest {
             self.client.execute(&command::stop {}).await?;
         }
-        let completed = mirror::complete(&self.client, &self.volumes, self.request.limits.freeze).await;
+        let completed = async {
+            mirror::complete(&self.client, &self.volumes, self.request.limits.freeze).await?;
+            bitmaps::carry(&self.client, &self.volumes, self.request.drop_bitmaps).await
+        }
+        .await;
         self.freeze = Some(begun.elapsed());
         completed
     }
@@ -330,7 +336,13 @@ impl Work {
     async fn commit(&mut self) -> Result<(), Failure> {
         self.write_down(Point::Committed).await?;
         let qemu = self.qemu.ok_or_else(out_of_order)?;
-        self.remarks = recorded::update(&self.client, &self.request.machine, qemu, &self.volumes).await?;
+        for volume in &self.volumes {
+            let lost = volume.bitmaps.lost.iter();
+            self.remarks
+                .extend(lost.map(|what| format!("{}: without the dirty bitmap {what}", volume.label)));
+        }
+        let remarks = recorded::update(&self.client, &self.request.machine, qemu, &self.volumes).await?;
+        self.remarks.extend(remarks);
         self.is_recorded = true;
         Ok(())
     }

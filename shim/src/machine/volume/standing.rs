@@ -50,6 +50,7 @@ mod tests {
 
     use super::*;
     use crate::machine::volume::Format;
+    use crate::machine::volume::bitmaps::Bitmaps;
     use crate::machine::volume::nodes::Names;
     use crate::machine::volume::target::Target;
 
@@ -68,6 +69,7 @@ mod tests {
             allocated_bytes: None,
             direct: false,
             detect_zeroes: "off".to_owned(),
+            bitmaps: Bitmaps::default(),
             target: Target {
                 path: "/new".into(),
                 format: Format::Raw,

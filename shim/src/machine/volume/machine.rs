@@ -168,7 +168,11 @@ impl Machine {
 
     /// Whether the switch waits for somebody's word, now or once the volumes are in step.
     pub fn waits_for_a_word(&self) -> bool {
-        self.by_hand && !self.is_over()
+        let is_on_its_way = matches!(
+            self.phase,
+            Phase::Preflight | Phase::Attaching | Phase::Mirroring | Phase::Ready
+        );
+        self.by_hand && self.failure.is_none() && is_on_its_way
     }
 
     /// Takes one input and tells what to do. `None`: go on waiting, or it is over.
@@ -558,6 +562,19 @@ mod tests {
             machine.step(input);
         }
         assert_eq!(machine.step(Input::Done), Some(Effect::Intend));
+    }
+
+    #[test]
+    fn a_switch_that_is_called_off_waits_for_no_word() {
+        for input in [Input::CancelRequested, Input::LimitReached(LIMIT)] {
+            let (mut machine, _) = Machine::begin(true);
+            machine.step(Input::Done);
+            assert!(machine.waits_for_a_word());
+            machine.step(input);
+            assert!(!machine.waits_for_a_word(), "{:?}", machine.phase());
+            machine.step(Input::Done);
+            assert!(!machine.waits_for_a_word(), "{:?}", machine.phase());
+        }
     }
 
     /// The disks of a model QEMU: whether they are switched, and what is written down.

@@ -22,6 +22,7 @@ use uuid::Uuid;
 use super::Format;
 use super::plan::Volume;
 use crate::error::{Code, Failure};
+use crate::vm::file_identity::FileIdentity;
 use crate::vm::graph::Graph;
 
 /// How often QEMU is asked whether it has made an image.
@@ -108,11 +109,20 @@ fn options(volume: &Volume, zeros: Zeros<'_>) -> [Value; 2] {
     [file, format]
 }
 
-/// Opens a target. A qcow2 image that is to be made is made now, in its file, which is there.
-pub async fn attach(client: &Client, volume: &Volume, zeros: Zeros<'_>) -> Result<(), Failure> {
+/// Opens a target in QEMU, whose process is `pid`. A qcow2 image that is to be made is made now, in its file, which is
+/// there. Nothing is written to a file or device that is another than the one that was looked at or made.
+pub async fn attach(client: &Client, volume: &Volume, zeros: Zeros<'_>, pid: u32) -> Result<(), Failure> {
     let [file, format] = options(volume, zeros);
     let opened = |failure: Failure| failure.while_doing(&volume.target.path.display().to_string());
     add(client, file).await.map_err(opened)?;
+    if let Some(wanted) = volume.made.or(volume.target.identity)
+        && files_open(pid).is_some_and(|open| !open.contains(&wanted))
+    {
+        return Err(opened(Failure::new(
+            Code::Refused,
+            "what QEMU opened is not what was looked at: another file or device under that name",
+        )));
+    }
     if volume.target.create && volume.target.format == Format::Qcow2 {
         make_image(client, volume).await.map_err(opened)?;
     }
@@ -194,14 +204,17 @@ pub async fn remove(client: &Client, names: &[String]) -> Result<Vec<String>, Fa
     Ok(left.cloned().collect())
 }
 
+fn files_open(pid: u32) -> Option<Vec<FileIdentity>> {
+    let entries = std::fs::read_dir(format!("/proc/{pid}/fd")).ok()?;
+    let open = entries
+        .flatten()
+        .filter_map(|entry| FileIdentity::at(&entry.path()));
+    Some(open.collect())
+}
+
 /// The files that QEMU's process has open of those given; `None` where it cannot be seen.
 pub fn still_open<'a>(pid: Option<u32>, files: &[&'a Path]) -> Option<BTreeSet<&'a Path>> {
-    use crate::vm::file_identity::FileIdentity;
-    let entries = std::fs::read_dir(format!("/proc/{}/fd", pid?)).ok()?;
-    let open: Vec<FileIdentity> = entries
-        .flatten()
-        .filter_map(|entry| FileIdentity::at(&entry.path()))
-        .collect();
+    let open = files_open(pid?)?;
     let is_open = |file: &&&Path| FileIdentity::at(file).is_some_and(|identity| open.contains(&identity));
     Some(files.iter().filter(is_open).copied().collect())
 }

@@ -22,7 +22,6 @@ use crate::error::{Code, Failure, GuestState};
 use crate::journal::{Journal, Written};
 use crate::machine::effect::{blocking, milliseconds, out_of_order};
 use crate::machine::hibernate::runner::Cancel;
-use crate::vm::file_identity::FileIdentity;
 use crate::vm::graph::Graph;
 use crate::vm::monitor;
 use crate::vm::process_identity::ProcessIdentity;
@@ -241,20 +240,16 @@ impl Work {
         let begun =
             blocking(move || Journal::begin(&folder, record).map_err(|error| not_written(&error))).await?;
         self.journal = Some(begun);
-        for volume in &mut self.volumes {
-            if volume.target.create {
-                let made = volume.clone();
-                volume.made = blocking(move || {
-                    made.target.make(made.need())?;
-                    Ok(FileIdentity::at(&made.target.path))
-                })
-                .await?;
+        for at in 0..self.volumes.len() {
+            if self.volumes[at].target.create {
+                let made = self.volumes[at].clone();
+                self.volumes[at].made = blocking(move || made.target.make(made.need()).map(Some)).await?;
+                // It is known as ours from here on.
+                self.write_down(Point::Moving).await?;
             }
         }
-        // What was made is known as ours from here on.
-        self.write_down(Point::Moving).await?;
         for volume in &self.volumes {
-            nodes::attach(&self.client, volume, self.start.zeros()).await?;
+            nodes::attach(&self.client, volume, self.start.zeros(), qemu.pid).await?;
             bitmaps::prepare(&self.client, volume).await?;
         }
         Ok(())
@@ -340,6 +335,14 @@ impl Work {
             let lost = volume.bitmaps.lost.iter();
             self.remarks
                 .extend(lost.map(|what| format!("{}: without the dirty bitmap {what}", volume.label)));
+            if !volume.snapshots.is_empty() {
+                self.remarks.push(format!(
+                    "{}: its internal snapshots ({}) are in {} only",
+                    volume.label,
+                    volume.snapshots.join(", "),
+                    volume.old_file.display()
+                ));
+            }
         }
         let remarks = recorded::update(&self.client, &self.request.machine, qemu, &self.volumes).await?;
         self.remarks.extend(remarks);

@@ -10,12 +10,16 @@
 #![forbid(unsafe_code)]
 
 mod agent;
+mod asleep;
 mod dormouse;
 pub mod faults;
+mod feed;
 mod foreign;
 mod guest;
+mod huge_pages;
 pub mod interrupted;
 mod lab;
+mod launcher;
 mod monitor;
 mod moving;
 mod processes;
@@ -28,10 +32,13 @@ mod volumes;
 mod wait;
 
 pub use agent::{Suspend, play_agent};
+pub use asleep::Asleep;
 pub use dormouse::{Dormouse, Outcome, Supervisor};
 pub use foreign::Foreign;
 pub use guest::{BootSectorGuest, Guest, LinuxGuest};
+pub use huge_pages::HugePages;
 pub use lab::Lab;
+pub use launcher::Launcher;
 pub use monitor::Monitor;
 pub use moving::MovingGuest;
 pub use qemu::{PlainQemu, QemuBuild};

@@ -4,7 +4,7 @@ use dormouse_tests::{Dormouse, Lab, LinuxGuest, QemuBuild};
 
 #[test]
 fn a_linux_guest_wakes_with_its_memory_intact() {
-    for mode in ["map", "eager"] {
+    for mode in ["map", "lazy", "eager"] {
         let lab = Lab::new();
         let dormouse = Dormouse::new(&lab);
         let guest = LinuxGuest::new(&lab, QemuBuild::V10_0);

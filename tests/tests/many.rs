@@ -10,13 +10,13 @@ fn twenty_guests_that_wake_at_once_all_count_on_each_from_its_own_memory() {
     // A folder for each, and one state directory for all.
     let labs: Vec<Lab> = (0..20).map(|_| Lab::new()).collect();
     let builds = [QemuBuild::V10_0, QemuBuild::V11_1, QemuBuild::V7_2];
-    let modes = ["map", "eager", "stream"];
+    let modes = ["map", "eager", "stream", "lazy"];
     let sleepers: Vec<_> = labs
         .iter()
         .enumerate()
         .map(|(number, lab)| {
             let build = builds[number % 3];
-            let mode = modes[(number / 3) % 3];
+            let mode = modes[(number / 3) % 4];
             let mode = if mode == "map" && !build.maps_images() {
                 "eager"
             } else {

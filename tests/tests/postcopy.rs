@@ -55,7 +55,7 @@ fn the_pieces_of_an_image_wake_its_guest(build: QemuBuild) {
         .unwrap();
     let mut head = Vec::new();
     postcopy.opening(4096, &mut head).unwrap();
-    postcopy.blocks(&mut head).unwrap();
+    postcopy.blocks(&[], &mut head).unwrap();
     let small = image.pages(&["pc.ram"]).unwrap().map(Result::unwrap);
     postcopy.pages(small, &mut head).unwrap();
     postcopy.discard(main, 0, 4096, &mut head).unwrap();

@@ -388,3 +388,33 @@ fn an_export_that_somebody_could_write_through_is_named_with_what_closes_it() {
         scene.dormouse.hibernate("guest", &scene.image()).expect_success();
     }
 }
+
+#[test]
+fn a_device_that_the_memory_of_another_guest_lies_on_takes_no_image() {
+    let asleep = Scene::new(QemuBuild::V10_0);
+    let device = LoopDevice::with_old_data(&asleep.lab, 160);
+    let mut supervisor = asleep.run();
+    let hibernating = asleep
+        .dormouse
+        .start_hibernating_with("guest", device.path(), &["--replace"]);
+    asleep.dormouse.finish(hibernating).expect_success();
+    supervisor.wait_for_end();
+    let mut woken = asleep.dormouse.wake("guest", device.path(), &["--mode", "map"]);
+    asleep.guest.wait_for_more_ticks();
+    woken.kill();
+
+    let scene = Scene::new(QemuBuild::V10_0);
+    let _supervisor = scene.run();
+    let hibernating = scene
+        .dormouse
+        .start_hibernating_with("guest", device.path(), &["--replace"]);
+    let refused = scene.dormouse.finish(hibernating).expect_exit(REFUSED);
+    let message = refused.result()["error"]["message"].to_string();
+    assert!(message.contains("a guest was woken from it"), "{message}");
+    let discarded = scene
+        .dormouse
+        .image("discard", device.path(), &["--yes", "--json"]);
+    discarded.expect_exit(REFUSED);
+    scene.guest.wait_for_more_ticks();
+    asleep.guest.wait_for_more_ticks();
+}

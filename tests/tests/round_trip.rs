@@ -1,21 +1,6 @@
-//! Hibernated and woken, a guest is exactly where it was.
+//! Hibernated and woken, a running guest goes on where it was.
 
-use dormouse_tests::{BootSectorGuest, Dormouse, Guest, Lab, QemuBuild};
-
-#[test]
-fn a_paused_guest_keeps_every_byte_on_qemu_7_2() {
-    a_paused_guest_keeps_every_byte(QemuBuild::V7_2);
-}
-
-#[test]
-fn a_paused_guest_keeps_every_byte_on_qemu_10_0() {
-    a_paused_guest_keeps_every_byte(QemuBuild::V10_0);
-}
-
-#[test]
-fn a_paused_guest_keeps_every_byte_on_qemu_11_1() {
-    a_paused_guest_keeps_every_byte(QemuBuild::V11_1);
-}
+use dormouse_tests::{BootSectorGuest, Dormouse, Lab, QemuBuild};
 
 #[test]
 fn a_running_guest_counts_on_under_qemu_7_2() {
@@ -37,48 +22,6 @@ fn modes(build: QemuBuild) -> &'static [&'static str] {
         &["eager", "map", "stream"]
     } else {
         &["eager", "stream"]
-    }
-}
-
-/// The guest is paused before it is saved and stays so until after it is woken, so that its whole
-/// memory can be compared.
-fn a_paused_guest_keeps_every_byte(build: QemuBuild) {
-    for mode in modes(build) {
-        let lab = Lab::new();
-        let dormouse = Dormouse::new(&lab);
-        let guest = BootSectorGuest::new(&lab, build);
-        let image = lab.path("guest.image");
-
-        let mut supervisor = dormouse.run("guest", &guest);
-        guest.wait_for_ticks(20);
-        let mut monitor = guest.monitor();
-        monitor.stop();
-        let before = monitor.memory(guest.ram_bytes(), &lab.path("memory-before"));
-        drop(monitor);
-
-        let hibernated = dormouse.hibernate("guest", &image).expect_success();
-        assert_eq!(hibernated.result()["result"], "hibernated");
-        supervisor.wait_for_end();
-        lab.wait_for_no_qemu();
-        expect_sealed(&dormouse, &image);
-
-        let _woken = dormouse.wake("guest", &image, &["--mode", mode, "--paused"]);
-        let mut monitor = guest.monitor();
-        monitor.wait_for_status("paused");
-        let after = monitor.memory(guest.ram_bytes(), &lab.path("memory-after"));
-        let first_difference = before.iter().zip(&after).position(|(a, b)| a != b);
-        assert_eq!(
-            (before.len(), first_difference),
-            (after.len(), None),
-            "sizes and first difference of the memory before and after, woken by {mode}"
-        );
-
-        let saved_at = BootSectorGuest::counter_in(&before);
-        let ticks = guest.counters().len();
-        monitor.cont();
-        guest.wait_for_ticks(ticks + 1);
-        assert!(guest.counters()[ticks] >= saved_at, "woken by {mode}");
-        guest.wait_for_more_ticks();
     }
 }
 

@@ -14,7 +14,9 @@ use tokio::net::UnixStream;
 use tokio::time::Instant;
 use uuid::Uuid;
 
-use super::types::{Cancelled, Completed, NewOperation, Operation, Problem, Terms, Vm};
+use super::types::{
+    Cancelled, Completed, NewOperation, NewSpeed, Operation, Problem, SpeedChanged, Terms, Vm,
+};
 use crate::error::{Code, Failure, sentence};
 use crate::machine::hibernate::forecast::Forecast;
 use crate::machine::hibernate::machine::CancelAnswer;
@@ -112,6 +114,18 @@ impl Supervisor {
             )
             .await?;
         Ok(completed.was_waited_for)
+    }
+
+    /// Changes how much of a move is copied in a second. Returns whether there was still something to be copied.
+    pub async fn change_speed(&self, id: Uuid, bytes_per_second: Option<u64>) -> Result<bool, Failure> {
+        let changed: SpeedChanged = self
+            .call(
+                Method::POST,
+                &format!("/v1/operations/{id}/speed"),
+                Some(&NewSpeed { bytes_per_second }),
+            )
+            .await?;
+        Ok(changed.in_time)
     }
 
     /// Whether the supervisor is there.

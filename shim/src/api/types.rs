@@ -15,7 +15,7 @@ use crate::error::{Code, Disposition, Failure, GuestState};
 use crate::machine::effect::milliseconds;
 use crate::machine::hibernate::machine::CancelAnswer;
 use crate::machine::volume::grow::Grown;
-use crate::machine::volume::{VolumeProgress, Wish as VolumeWish};
+use crate::machine::volume::{VolumeProgress, WhenFull, Wish as VolumeWish};
 use crate::machine::wake::feeding::{State, View};
 use crate::machine::wake::follow_up::FollowUp;
 use crate::machine::{hibernate, suspend, volume, wake};
@@ -78,6 +78,8 @@ pub struct MemoryFeed {
 pub enum FeedState {
     /// Memory is coming.
     Feeding,
+    /// Some of it cannot be had from the image: the guest stands where it needs it. All else is coming, or there.
+    Damaged,
     /// All is there.
     Complete,
     /// Not all will be.
@@ -100,22 +102,24 @@ pub struct DamagedMemory {
 impl From<&View> for MemoryFeed {
     fn from(view: &View) -> Self {
         let (state, numbers, damage) = view.state();
-        let took = match &state {
-            State::Complete(fed) => fed.took,
-            _ => view.began().elapsed(),
-        };
-        let bytes_per_second = (numbers.fed.0 as f64 / took.as_secs_f64().max(1e-3)) as u64;
-        let left = numbers.total.0 - numbers.fed.0.min(numbers.total.0);
+        let (pace, rest) = view.pace();
+        let error = view.failure();
         let micros = |time: Option<Duration>| Some(time?.as_micros().try_into().unwrap_or(u64::MAX));
         Self {
             total_bytes: numbers.total.0,
             fed_bytes: numbers.fed.0,
-            bytes_per_second,
-            remaining_ms: (state == State::Feeding && bytes_per_second > 0)
-                .then(|| (left as f64 / bytes_per_second as f64 * 1000.0) as u64),
+            bytes_per_second: pace.0,
+            remaining_ms: rest.map(|rest| rest.as_millis().try_into().unwrap_or(u64::MAX)),
             answers: numbers.answers,
             answer_p50_us: micros(numbers.half_within),
             answer_p99_us: micros(numbers.nearly_all_within),
+            state: match state {
+                State::Feeding if damage.is_empty() => FeedState::Feeding,
+                State::Feeding => FeedState::Damaged,
+                State::Complete(_) => FeedState::Complete,
+                State::Failed(_) => FeedState::Failed,
+            },
+            error: error.as_ref().map(Problem::from),
             damaged: damage
                 .into_iter()
                 .map(|damage| DamagedMemory {
@@ -125,15 +129,6 @@ impl From<&View> for MemoryFeed {
                     why: damage.why,
                 })
                 .collect(),
-            error: match &state {
-                State::Failed(failure) => Some(Problem::from(failure)),
-                _ => None,
-            },
-            state: match state {
-                State::Feeding => FeedState::Feeding,
-                State::Complete(_) => FeedState::Complete,
-                State::Failed(_) => FeedState::Failed,
-            },
         }
     }
 }
@@ -165,6 +160,9 @@ pub struct Woken {
     pub operation: Option<Uuid>,
     /// How RAM came back.
     pub mode: wake::Mode,
+    /// Why in no better way, where none was wished for.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub passed_over: Vec<String>,
     /// From QEMU's start to a guest that runs, in milliseconds.
     pub start_to_running_ms: f64,
     /// How long each phase took, in milliseconds.
@@ -236,6 +234,15 @@ pub enum NewOperation {
         /// Whether dirty bitmaps that cannot go with their disk may be lost.
         #[serde(default)]
         drop_bitmaps: bool,
+        /// Whether the copies are compared before the switch.
+        #[serde(default)]
+        verify: bool,
+        /// What is done when a new volume is full.
+        #[serde(default)]
+        when_full: WhenFull,
+        /// How long a volume that is not there is waited for, in milliseconds.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        wait_for_target_ms: Option<u64>,
         /// How long it may take until the switch, in milliseconds.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         timeout_ms: Option<u64>,
@@ -399,6 +406,9 @@ pub struct Operation {
     /// The volumes that are moved: which one counts, and how far each is.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub volumes: Vec<VolumeProgress>,
+    /// What it waits for, where that is somebody's to do: room on a volume, or a volume.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub waiting: Option<String>,
     /// What came of it, once it ended well.
     pub result: Option<Ending>,
     /// Why it failed, once it did.
@@ -559,6 +569,21 @@ pub struct Cancelled {
     pub answer: CancelAnswer,
 }
 
+/// A new speed for what is being copied.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct NewSpeed {
+    /// The most that is copied in a second, in bytes, per disk; `null`: as much as goes.
+    pub bytes_per_second: Option<u64>,
+}
+
+/// The answer to a new speed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SpeedChanged {
+    /// Whether there was still something to be copied.
+    pub in_time: bool,
+}
+
 /// The answer to the word that volumes may be switched now.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Completed {
@@ -667,6 +692,7 @@ impl Woken {
             .forced_disks
             .iter()
             .map(|what| format!("; in spite of its disks (--force-disks): {what}"))
+            .chain(self.passed_over.iter().map(|why| format!("\n{why}")))
             .collect::<String>()
     }
 }
@@ -701,6 +727,7 @@ impl From<wake::Report> for Woken {
             operation: None,
             mode: report.mode,
             start_to_running_ms: report.start_to_running_ms,
+            passed_over: report.passed_over,
             forced_disks: report.forced_disks,
             follow_up: report.follow_up,
             timings_ms: by_name(&report.timings_ms),

@@ -14,7 +14,7 @@ use serde_json::json;
 use super::RecoverArguments;
 use super::report::Report;
 use crate::error::{Code, Failure, GuestState};
-use crate::journal::{self, Found, Record};
+use crate::journal::{self, Found, Record, Written};
 use crate::machine::recover::runner::recover as recover_one;
 use crate::machine::recover::{Outcome, Recovered};
 use crate::supervisor::ending::{How, LastEnding};
@@ -100,12 +100,14 @@ pub fn check_not_interrupted(image: &Path, state: &StateDir) -> Result<(), Failu
         return Ok(());
     };
     wakes::check_not_interrupted(id, state)?;
-    for found in journal::find(&state.operations()).unwrap_or_default() {
-        if let Found::Interrupted(journal) = found
-            && journal.record().image_id == id
-            && journal.record().qemu.is_alive()
-        {
-            let record = journal.record();
+    for found in records::<Record>(&state.operations())? {
+        let journal = match found {
+            Found::Interrupted(journal) => journal,
+            Found::UnderWay(_) => continue,
+            Found::Unreadable { path, why } => return Err(unreadable(&path, &why)),
+        };
+        let record = journal.record();
+        if record.image_id == id && record.qemu.is_alive() {
             return Err(Failure::new(
                 Code::Refused,
                 format!(
@@ -157,13 +159,7 @@ fn resolved(socket: &Path) -> Result<PathBuf, Failure> {
 }
 
 fn look(state: &StateDir, wanted: &Wanted) -> Result<Vec<Found>, Failure> {
-    let folder = state.operations();
-    let found = journal::find(&folder).map_err(|error| {
-        Failure::new(
-            Code::Usage,
-            format!("cannot look into {}: {error}", folder.display()),
-        )
-    })?;
+    let found = records(&state.operations())?;
     let is_wanted = |found: &Found| match found {
         Found::Interrupted(journal) => wanted.takes(journal.record()),
         Found::UnderWay(record) => wanted.takes(record),
@@ -192,15 +188,29 @@ async fn one(found: Found, state: &StateDir, wanted: &Wanted) -> Result<Option<R
             Code::Refused,
             format!("{}: it is under way", title(&record)),
         )),
-        Found::Unreadable { path, why } => Err(Failure::new(
-            Code::Operator,
-            format!(
-                "the record {} cannot be read: {why}; look at its guest's QEMU and image, end what has to end, and remove \
-                 the record",
-                path.display()
-            ),
-        )),
+        Found::Unreadable { path, why } => Err(unreadable(&path, &why)),
     }
+}
+
+/// All records in a folder.
+fn records<R: Written>(folder: &Path) -> Result<Vec<Found<R>>, Failure> {
+    journal::find_all(folder).map_err(|error| {
+        Failure::new(
+            Code::Usage,
+            format!("cannot look into {}: {error}", folder.display()),
+        )
+    })
+}
+
+/// It may be of any guest and any image.
+fn unreadable(path: &Path, why: &str) -> Failure {
+    Failure::new(
+        Code::Operator,
+        format!(
+            "the record {} cannot be read: {why}; look at its guest's QEMU and image, end what has to end, and remove the record",
+            path.display()
+        ),
+    )
 }
 
 /// Its supervisor could not write down where the guest went.

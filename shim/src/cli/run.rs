@@ -96,12 +96,13 @@ async fn bring_up(
     Ok((qemu, ram))
 }
 
-/// A file that the user chose stays the guest's RAM; what is nowhere in particular is put where it can be saved from.
+/// A file or huge pages that the user chose stay the guest's RAM; what is nowhere in particular is put where it can be
+/// saved from.
 fn is_movable(backend: &MemoryBackend) -> bool {
     matches!(
         backend.kind.as_str(),
         "memory-backend-ram" | "memory-backend-memfd"
-    )
+    ) && !backend.hugetlb
 }
 
 /// How much RAM our files will have to hold.

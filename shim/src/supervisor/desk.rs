@@ -14,7 +14,7 @@ use crate::api::types::{NewOperation, Operation, OperationKind};
 use crate::error::{Code, Failure};
 use crate::machine::hibernate::machine::CancelAnswer;
 use crate::machine::hibernate::runner::Cancel;
-use crate::machine::volume::runner::Word;
+use crate::machine::volume::word::{Said, Word};
 use crate::machine::wake::feeding::View;
 use crate::machine::{suspend, volume};
 
@@ -103,7 +103,7 @@ impl Desk {
                 }
             },
             Request::Cancel(id, answer) => self.cancel(id, answer),
-            Request::Complete(id, answer) => self.complete(id, answer),
+            Request::Tell(id, said, answer) => self.tell(id, said, answer),
         }
     }
 
@@ -322,7 +322,7 @@ impl Desk {
         }
     }
 
-    fn complete(&self, id: Uuid, answer: oneshot::Sender<Result<bool, Failure>>) {
+    fn tell(&self, id: Uuid, said: Said, answer: oneshot::Sender<Result<bool, Failure>>) {
         let Some(running) = self.running.as_ref().filter(|running| running.id == id) else {
             let refusal = Failure::new(Code::Refused, format!("no operation {id} is under way"));
             let _ = answer.send(Err(refusal));
@@ -331,11 +331,9 @@ impl Desk {
         let word = running.word.clone();
         tokio::spawn(async move {
             let (tell, told) = oneshot::channel();
-            let waited_for = match word.send(tell).await {
-                Ok(()) => told.await.unwrap_or(false),
-                Err(_) => false,
-            };
-            let _ = answer.send(Ok(waited_for));
+            let word = word.send(Word { said, answer: tell });
+            let counted = word.await.is_ok() && told.await.unwrap_or(false);
+            let _ = answer.send(Ok(counted));
         });
     }
 

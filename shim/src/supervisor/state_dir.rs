@@ -28,6 +28,7 @@ use tokio::time::Instant;
 
 use crate::error::{Code, Failure, GuestState};
 use crate::journal::{self, Found};
+use crate::machine::wake::feeding::FeedRecord;
 use crate::machine::{volume, wake};
 use crate::vm::file_identity::FileIdentity;
 use crate::vm::process_identity::ProcessIdentity;
@@ -229,7 +230,9 @@ impl StateDir {
             }
         };
         if let Some(pid) = VmRecord::look(&path)?.and_then(|record| record.living()) {
-            let hint = if self.is_interrupted(pid) {
+            let hint = if FeedRecord::read(&path)?.is_some() {
+                format!("; its memory still comes from an image: `dormouse recover {name}` feeds it the rest")
+            } else if self.is_interrupted(pid) {
                 format!("; an operation on it was interrupted: `dormouse recover {name}` ends that first")
             } else {
                 String::new()

@@ -108,6 +108,12 @@ pub struct MemoryBackend {
     pub kind: String,
     /// Its size.
     pub size: ByteCount,
+    /// Whether it says that it is shared, or that it is not.
+    pub share: Option<bool>,
+    /// Whether it asks for huge pages of its own (`hugetlb=on` of a memfd).
+    pub hugetlb: bool,
+    /// The file that it is in, or the folder that QEMU makes one in.
+    pub path: Option<PathBuf>,
 }
 
 /// Where a RAM block shall live.
@@ -240,7 +246,10 @@ impl CommandLine {
         let mut objects = self.items.iter().filter_map(Item::memory_backend_options);
         objects.any(|options| match options.value("share") {
             Some(_) => options.is_on("share"),
-            None => options.leading("qom-type") == Some("memory-backend-memfd"),
+            None => matches!(
+                options.leading("qom-type"),
+                Some("memory-backend-memfd" | "memory-backend-shm")
+            ),
         })
     }
 
@@ -298,9 +307,40 @@ impl CommandLine {
                         .value("size")
                         .and_then(|size| parse_size(size, 1))
                         .ok_or_else(bad)?,
+                    share: options.value("share").map(|_| options.is_on("share")),
+                    hugetlb: options.is_on("hugetlb"),
+                    path: options.value("mem-path").map(PathBuf::from),
                 })
             })
             .collect()
+    }
+
+    /// All memory of the guest: the line's own backends and, with the id `main_ram`, main RAM where none of them is that.
+    pub fn guest_memory(&self, main_ram: &str) -> Result<Vec<MemoryBackend>, CommandLineError> {
+        let mut backends = self.memory_backends()?;
+        backends.extend(self.plain_main_memory(main_ram)?);
+        Ok(backends)
+    }
+
+    /// Main RAM as `-m` makes it, with the file or folder that `-mem-path` names.
+    fn plain_main_memory(&self, main_ram: &str) -> Result<Option<MemoryBackend>, CommandLineError> {
+        if self.names_main_memory() {
+            return Ok(None);
+        }
+        let path = self.items.iter().rev().find(|item| item.name == "mem-path");
+        let path = path.and_then(|item| item.tokens.get(1)).map(PathBuf::from);
+        let kind = match path {
+            Some(_) => "memory-backend-file",
+            None => "memory-backend-ram",
+        };
+        Ok(Some(MemoryBackend {
+            id: main_ram.to_owned(),
+            kind: kind.to_owned(),
+            size: self.ram_size()?,
+            share: None,
+            hugetlb: false,
+            path,
+        }))
     }
 
     /// Whether main RAM comes from one of the line's own backends.
@@ -330,17 +370,12 @@ impl CommandLine {
                 item.tokens[1] = options.render();
             }
         }
-        if !self.names_main_memory() {
-            let backend = MemoryBackend {
-                id: main_ram.to_owned(),
-                kind: "memory-backend-ram".to_owned(),
-                size: self.ram_size()?,
-            };
-            let placement = place(&backend);
-            if placement != Placement::AsGiven {
-                // It says where main RAM is, as the placement does now; QEMU refuses both.
-                line.items.retain(|item| item.name != "mem-path");
-            }
+        if let Some(backend) = self.plain_main_memory(main_ram)?
+            && let placement = place(&backend)
+            && placement != Placement::AsGiven
+        {
+            // It says where main RAM is, as the placement does now; QEMU refuses both.
+            line.items.retain(|item| item.name != "mem-path");
             let mut options = Options::parse("memory-backend-ram").unwrap_or_default();
             options.set("id", main_ram);
             options.set("size", backend.size.0.to_string());
@@ -644,6 +679,29 @@ mod tests {
             text(&memfd.with_memory("pc.ram", on_tmpfs).unwrap()),
             "-object memory-backend-file,id=m0,size=1048576,mem-path=/ram/m0,share=on -machine \
              memory-backend=m0,aux-ram-share=on"
+        );
+    }
+
+    #[test]
+    fn what_stays_as_given_stays_to_the_letter() {
+        let text_given =
+            "-m 64 -mem-path /dev/hugepages -object memory-backend-memfd,id=dimm,size=32M,hugetlb=on";
+        let line = line(&format!("qemu {text_given}"));
+        assert_eq!(
+            text(&line.with_memory("pc.ram", |_| Placement::AsGiven).unwrap()),
+            text_given
+        );
+        let memory = line.guest_memory("pc.ram").unwrap();
+        let seen: Vec<_> = memory
+            .iter()
+            .map(|backend| (backend.id.as_str(), backend.hugetlb, backend.path.as_deref()))
+            .collect();
+        assert_eq!(
+            seen,
+            [
+                ("dimm", true, None),
+                ("pc.ram", false, Some(Path::new("/dev/hugepages")))
+            ]
         );
     }
 

@@ -86,10 +86,16 @@ impl Blocks {
         self.blocks.iter().position(|block| block.name == name)
     }
 
+    /// The page size of each block's memory.
+    pub(super) fn page_size_of_each(&self) -> Vec<u64> {
+        let sizes = self.blocks.iter().map(|block| block.together * PAGE_BYTES);
+        sizes.map(|size| size as u64).collect()
+    }
+
     /// All page sizes, ORed.
     pub(super) fn page_sizes(&self) -> u64 {
-        let sizes = self.blocks.iter().map(|block| block.together * PAGE_BYTES);
-        sizes.fold(0, |all, size| all | size as u64)
+        let sizes = self.page_size_of_each().into_iter();
+        sizes.fold(0, |all, size| all | size)
     }
 
     /// The unit that a page is in; `None` if there is no such page.

@@ -52,15 +52,16 @@ use crate::sys::probe;
 use crate::{ByteCount, Image, ImageError, Recording};
 
 /// What lets QEMU have the faults of its memory told to it.
-pub const USERFAULTFD_REMEDY: &str = "run as root or with CAP_SYS_PTRACE, set vm.unprivileged_userfaultfd=1, or give access to /dev/userfaultfd";
+pub const USERFAULTFD_REMEDY: &str = "run as root or with CAP_SYS_PTRACE, set vm.unprivileged_userfaultfd=1, or give access to /dev/userfaultfd (QEMU 8.1)";
 
 /// Whether a QEMU started by this process can be fed while its guest runs; why not, and what would help.
+/// `opens_device`: whether it knows `/dev/userfaultfd`.
 ///
 /// # Errors
 ///
 /// A sentence.
-pub fn check_possible() -> Result<(), String> {
-    match probe::why_no_userfaultfd() {
+pub fn check_possible(opens_device: bool) -> Result<(), String> {
+    match probe::why_no_userfaultfd(opens_device) {
         None => Ok(()),
         Some(error) => Err(format!(
             "userfaultfd is refused here ({error}); {USERFAULTFD_REMEDY}"
@@ -238,7 +239,7 @@ impl Feeder {
         let mut head = Vec::new();
         let written = (|| {
             postcopy.opening(blocks.page_sizes(), &mut head)?;
-            postcopy.blocks(&mut head)?;
+            postcopy.blocks(&blocks.page_size_of_each(), &mut head)?;
             postcopy.pages(early, &mut head)?;
             let page = blocks.blocks[first_late].together * PAGE_BYTES;
             postcopy.discard(first_late, 0, page as u64, &mut head)?;
@@ -442,8 +443,12 @@ impl Work<'_> {
             length: ByteCount(bytes_of(unit.pages.min(self.blocks.chunk_pages))),
             why: sentence(&error),
         };
+        let why = damage.why.clone();
         if self.told.damaged(damage) {
-            tracing::error!(%error, "some of the guest's memory cannot be had");
+            tracing::error!(
+                why,
+                "some of the guest's memory cannot be had: it stands where it needs that"
+            );
         }
         false
     }

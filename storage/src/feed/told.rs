@@ -47,6 +47,13 @@ pub struct Numbers {
     pub nearly_all_within: Option<Duration>,
 }
 
+impl Numbers {
+    /// What the guest has of its memory, from 0 to 1.
+    pub fn share(&self) -> f64 {
+        self.fed.0 as f64 / self.total.0.max(1) as f64
+    }
+}
+
 impl Told {
     pub(super) fn new(total: ByteCount) -> Self {
         Self {

@@ -6,6 +6,7 @@
 
 use std::fs::File;
 use std::io;
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -305,25 +306,44 @@ impl Image {
             || self.unpacker(),
             |unpacker, chunk| {
                 let (content, start) = self.read_chunk(index, chunk, unpacker)?;
-                if let Some(bytes) = content {
+                let length = self.table.chunks[index][chunk].length;
+                let filled = match content {
                     // Copied while it is in cache: cheaper than faulting a mapping in and reading
                     // into it, and a bad chunk never gets there.
-                    into.file().write_all_at(bytes, start).map_err(|source| {
-                        let path = into.path().to_owned();
-                        ImageError::Memory(MemoryError::File {
-                            operation: "fill",
-                            path,
-                            source,
-                        })
-                    })?;
-                }
-                run.progress
-                    .advance(self.table.chunks[index][chunk].length.into());
+                    Some(bytes) => into.file().write_all_at(bytes, start),
+                    None => into.clear(start, length.into()),
+                };
+                filled.map_err(|source| {
+                    let path = into.path().to_owned();
+                    ImageError::Memory(MemoryError::File {
+                        operation: "fill",
+                        path,
+                        source,
+                    })
+                })?;
+                run.progress.advance(length.into());
                 Ok(())
             },
             |_| Ok(()),
         )?;
         Ok(())
+    }
+
+    /// The open image with its lock: it is held as long as anybody has this, whatever becomes of us.
+    ///
+    /// # Errors
+    ///
+    /// [`ImageError::NotLocked`] if it was opened without its lock, [`ImageError::Io`] if the system refuses.
+    pub fn hold(&self) -> Result<OwnedFd, ImageError> {
+        if !self.locked {
+            return Err(ImageError::NotLocked {
+                path: self.path.clone(),
+            });
+        }
+        let file = self.file.try_clone();
+        Ok(file
+            .map_err(|source| ImageError::io("open", &self.path, source))?
+            .into())
     }
 
     /// What the wake that marked it noted.

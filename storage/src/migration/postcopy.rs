@@ -63,13 +63,18 @@ impl<'a> Postcopy<'a> {
         )
     }
 
-    /// The block list.
+    /// The block list. `page_sizes`: the page size in bytes of each block's memory in the loading guest. It expects to be
+    /// told of huge pages, which have to be the same on both sides, and of no others.
     ///
     /// # Errors
     ///
     /// Those of `out`.
-    pub fn blocks(&self, out: &mut impl Write) -> io::Result<()> {
-        self.recording.write_block_list(out)
+    pub fn blocks(&self, page_sizes: &[u64], out: &mut impl Write) -> io::Result<()> {
+        let huge = |index: usize| {
+            let size = page_sizes.get(index).copied();
+            size.filter(|size| *size != PAGE_BYTES as u64)
+        };
+        self.recording.write_block_list(huge, out)
     }
 
     /// Some pages. None may come twice in a stream.

@@ -124,7 +124,7 @@ impl Recording {
     /// All that stands before the pages.
     pub(super) fn write_head(&self, out: &mut impl Write) -> io::Result<()> {
         self.write_configuration(out)?;
-        self.write_block_list(out)
+        self.write_block_list(|_| None, out)
     }
 
     /// What a stream begins with.
@@ -135,17 +135,24 @@ impl Recording {
         out.write_all(&self.opening)
     }
 
-    /// The section that begins RAM.
-    pub(super) fn write_block_list(&self, out: &mut impl Write) -> io::Result<()> {
+    /// The section that begins RAM. `page_size`: of the block with this index, where the loading QEMU expects to be told.
+    pub(super) fn write_block_list(
+        &self,
+        page_size: impl Fn(usize) -> Option<u64>,
+        out: &mut impl Write,
+    ) -> io::Result<()> {
         self.write_section_type(wire::SECTION_START, out)?;
         out.write_all(b"\x03ram")?;
         out.write_all(&self.section.instance.to_be_bytes())?;
         out.write_all(&wire::RAM_VERSION.to_be_bytes())?;
         let total: ByteCount = self.blocks.iter().map(|block| block.used_length).sum();
         out.write_all(&(total.0 | wire::FLAG_MEM_SIZE).to_be_bytes())?;
-        for block in &self.blocks {
+        for (index, block) in self.blocks.iter().enumerate() {
             write_name(&block.name, out)?;
             out.write_all(&block.used_length.0.to_be_bytes())?;
+            if let Some(size) = page_size(index) {
+                out.write_all(&size.to_be_bytes())?;
+            }
         }
         self.write_section_end(out)
     }

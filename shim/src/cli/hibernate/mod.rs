@@ -17,7 +17,7 @@ use uuid::Uuid;
 
 use super::recover::wakes;
 use super::report::{Progress, Report};
-use super::{HibernateArguments, HibernateMode, SaveArguments};
+use super::{HibernateArguments, HibernateMode, SaveArguments, TermArguments};
 use crate::api::client::Supervisor;
 use crate::api::types::{Ending, Hibernated, Key, NewOperation, Operation, OperationKind, Terms};
 use crate::error::{Code, Failure};
@@ -25,6 +25,7 @@ use crate::machine::hibernate::limits::Limits;
 use crate::machine::hibernate::machine::{Aim, CancelAnswer};
 use crate::machine::hibernate::runner::Cancel;
 use crate::machine::hibernate::{ImageWish, Request};
+use crate::machine::wake::feeding::FeedRecord;
 use crate::signals::Signals;
 use crate::supervisor::ending::{How, LastEnding};
 use crate::supervisor::operation::Prepared;
@@ -153,9 +154,12 @@ pub(super) fn as_ms(time: Duration) -> u64 {
 
 /// On which terms it is asked for. Each operation gets its id here, so that it can be cancelled while it waits.
 pub(super) fn terms(arguments: &SaveArguments, usual: Priority) -> Terms {
-    let given = &arguments.terms;
+    terms_of(&arguments.terms, usual)
+}
+
+pub(super) fn terms_of(given: &TermArguments, usual: Priority) -> Terms {
     Terms {
-        id: Some(operation_id(arguments)),
+        id: Some(given.operation_id.unwrap_or_else(Uuid::new_v4)),
         priority: given.priority.unwrap_or(usual),
         patience_ms: given.lock_timeout.map(as_ms).unwrap_or_default(),
     }
@@ -291,7 +295,13 @@ fn with_hint(failure: Failure, state: &StateDir, name: &str) -> Failure {
         .and_then(|record| record.living());
     match (failure.code, qemu) {
         (Code::Unreachable, Some(pid)) => {
-            let way = if state.is_interrupted(pid) {
+            let folder = socket.parent();
+            let is_fed = folder.is_some_and(|folder| !matches!(FeedRecord::read(folder), Ok(None)));
+            let way = if is_fed {
+                format!(
+                    "its memory was still coming from an image: `dormouse recover {name}` feeds it the rest first"
+                )
+            } else if state.is_interrupted(pid) {
                 format!("an operation of it was interrupted: `dormouse recover {name}` ends that first")
             } else {
                 format!("reach it with --qmp {}", socket.display())
@@ -393,7 +403,7 @@ pub(super) async fn attach(
 }
 
 /// A monitor serves one client at a time; another one that has it is waited for as long as was said.
-async fn connect_in_time(socket: &Path, patience: Duration) -> Result<Client, Failure> {
+pub(super) async fn connect_in_time(socket: &Path, patience: Duration) -> Result<Client, Failure> {
     let begun = Instant::now();
     loop {
         match Client::connect(socket, ConnectOptions::default()).await {

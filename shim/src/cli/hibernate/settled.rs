@@ -56,7 +56,13 @@ pub fn settled(
 }
 
 fn in_the_journal(state: &StateDir, id: Uuid) -> Option<Failure> {
-    let found = journal::find(&state.operations()).unwrap_or_default();
+    let found = match journal::find(&state.operations()) {
+        Ok(found) => found,
+        Err(error) => {
+            let why = format!("cannot read the records of operations: {error}");
+            return Some(Failure::new(Code::StorageIo, why));
+        }
+    };
     found.iter().find_map(|found| match found {
         Found::Interrupted(journal) if journal.record().operation == id => Some(Failure::new(
             Code::Refused,

@@ -2,7 +2,7 @@
 
 use uuid::Uuid;
 
-use super::Wanted;
+use super::{Wanted, records, unreadable};
 use crate::cli::report::Report;
 use crate::error::{Code, Failure, GuestState};
 use crate::journal::{self, Found};
@@ -104,12 +104,14 @@ pub fn check_over(pid: Option<u32>, state: &StateDir) -> Result<(), Failure> {
 }
 
 fn refuse_if(state: &StateDir, is_meant: impl Fn(&Record) -> bool) -> Result<(), Failure> {
-    for found in journal::find_all::<Record>(&state.wakes()).unwrap_or_default() {
-        if let Found::Interrupted(journal) = found
-            && is_meant(journal.record())
-            && journal.record().qemu.is_alive()
-        {
-            let record = journal.record();
+    for found in records::<Record>(&state.wakes())? {
+        let journal = match found {
+            Found::Interrupted(journal) => journal,
+            Found::UnderWay(_) => continue,
+            Found::Unreadable { path, why } => return Err(unreadable(&path, &why)),
+        };
+        let record = journal.record();
+        if is_meant(record) && record.qemu.is_alive() {
             return Err(Failure::new(
                 Code::Refused,
                 format!(

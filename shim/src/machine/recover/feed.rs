@@ -136,7 +136,8 @@ pub async fn go_on(
     let feed = lazy::go_on(feeder, stream, page_sizes);
     let fed = Feeding::new(feed, image, record.keep_image)
         .run(vm_directory)
-        .await?;
+        .await
+        .map_err(|unfed| unfed.failure)?;
     Ok(FeedOutcome::Complete(fed))
 }
 

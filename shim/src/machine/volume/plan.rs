@@ -17,7 +17,7 @@ use uuid::Uuid;
 use super::bitmaps::{self, Bitmaps};
 use super::nodes::Names;
 use super::target::{Need, Target};
-use super::{Format, Request, Wish};
+use super::{Format, Request, WhenFull, Wish};
 use crate::error::{Code, Failure};
 use crate::vm::block_ground::{overlap, overlaps};
 use crate::vm::file_identity::FileIdentity;
@@ -70,6 +70,7 @@ impl Volume {
             size_bytes: self.size_bytes,
             allocated_bytes: self.allocated_bytes,
             direct: self.direct,
+            wants_room: true,
             like: &self.old_file,
         }
     }
@@ -100,14 +101,7 @@ pub async fn make(
     let (mut volumes, mut refusals) = (Vec::new(), Vec::new());
     for (index, wish) in request.volumes.iter().enumerate() {
         let names = Names::of(operation, index);
-        let examined = examine(
-            client,
-            &graph,
-            (wish, request.drop_bitmaps),
-            names,
-            &directory,
-            &in_use,
-        );
+        let examined = examine(client, &graph, (wish, request), names, &directory, &in_use);
         match examined.await {
             Ok(volume) => volumes.push(volume),
             Err(refusal) => refusals.push(refusal),
@@ -204,7 +198,7 @@ impl InUse {
 async fn examine(
     client: &Client,
     graph: &Graph,
-    (wish, drop_bitmaps): (&Wish, bool),
+    (wish, request): (&Wish, &Request),
     names: Names,
     directory: &Path,
     in_use: &InUse,
@@ -256,8 +250,17 @@ async fn examine(
     };
     // Before it is opened for a look.
     in_use.check(&wish.to)?;
-    volume.target = Target::examine(wish, volume.need()).map_err(|failure| failure.while_doing(&label))?;
-    volume.bitmaps = bitmaps::examine(graph, &volume.old_chain, &volume.target, drop_bitmaps)
+    let need = Need {
+        wants_room: request.when_full == WhenFull::Stop,
+        ..volume.need()
+    };
+    volume.target = Target::examine(wish, need).map_err(|failure| failure.while_doing(&label))?;
+    if request.verify
+        && let Some(why) = not_comparable(graph, node, &volume)
+    {
+        return Err(refused(&format!("--verify compares raw volumes, and {why}")));
+    }
+    volume.bitmaps = bitmaps::examine(graph, &volume.old_chain, &volume.target, request.drop_bitmaps)
         .map_err(|why| refused(&why))?;
     Ok(volume)
 }
@@ -376,6 +379,21 @@ fn snapshots(root: &BlockNode) -> Vec<String> {
         .iter()
         .flat_map(|image| image.snapshots.iter().flatten());
     all.map(|snapshot| snapshot.name.clone()).collect()
+}
+
+/// Why the bytes of both volumes cannot be compared as they lie there.
+fn not_comparable(graph: &Graph, root: &BlockNode, volume: &Volume) -> Option<String> {
+    let is_file = |driver: &str| driver == "file" || driver == "host_device";
+    let below = graph.below(&volume.old_root).and_then(|below| graph.node(below));
+    let is_plain = match root.driver.as_str() {
+        "raw" => below.is_some_and(|below| is_file(&below.driver)),
+        driver => is_file(driver),
+    };
+    // A part of a volume describes itself by where it begins.
+    if !is_plain || root.file.contains("\"offset\"") {
+        return Some(format!("the old one is {} ({})", root.driver, root.file));
+    }
+    (volume.target.format != Format::Raw).then(|| "the new one is qcow2".to_owned())
 }
 
 /// What a disk's device says against a move: commands that go past the block layer are not copied.

@@ -6,7 +6,8 @@ use std::time::Duration;
 
 use dormouse_qmp::view::machine::RunState;
 use dormouse_qmp::{Client, command};
-use tokio::sync::{mpsc, oneshot, watch};
+use dormouse_storage::ByteCount;
+use tokio::sync::{mpsc, watch};
 use tokio::time::Instant;
 use uuid::Uuid;
 
@@ -17,7 +18,8 @@ use super::nodes::{self, Zeros};
 use super::plan::{self, Volume};
 use super::record::{Point, Record};
 use super::standing::Standing;
-use super::{Report, Request, VolumeProgress, made, recorded};
+use super::word::{Said, Word};
+use super::{Report, Request, VolumeProgress, made, recorded, verify};
 use crate::error::{Code, Failure, GuestState};
 use crate::journal::{Journal, Written};
 use crate::machine::effect::{blocking, milliseconds, out_of_order};
@@ -26,8 +28,8 @@ use crate::vm::graph::Graph;
 use crate::vm::monitor;
 use crate::vm::process_identity::ProcessIdentity;
 
-/// A word that the volumes may be switched now; answered with whether that has been waited for.
-pub type Word = oneshot::Sender<bool>;
+/// How often it is looked whether a volume is there that is waited for.
+const TARGET_POLL: Duration = Duration::from_millis(200);
 
 /// How often a QEMU that may be ending is looked at.
 const END_POLL: Duration = Duration::from_millis(10);
@@ -42,6 +44,8 @@ pub struct Told {
     pub phase: Phase,
     /// The disks.
     pub volumes: Vec<VolumeProgress>,
+    /// What is waited for, where that is somebody's to do.
+    pub waiting: Option<String>,
 }
 
 /// What others may say to a move.
@@ -49,7 +53,7 @@ pub struct Told {
 pub struct Heard {
     /// Cancels.
     pub cancels: mpsc::Receiver<Cancel>,
-    /// Words that the volumes may be switched.
+    /// Words on the way.
     pub words: mpsc::Receiver<Word>,
 }
 
@@ -61,9 +65,11 @@ pub async fn move_volumes(
     told: watch::Sender<Told>,
     mut heard: Heard,
 ) -> Result<Report, Failure> {
-    let (mut machine, first) = Machine::begin(request.by_hand);
+    let (mut machine, first) = Machine::begin(request.by_hand, request.verify);
     let deadline = request.limits.total.map(|total| (Instant::now() + total, total));
+    let pace = watch::Sender::new(request.speed_limit);
     let mut work = Work {
+        pace: pace.subscribe(),
         pid: client.peer_pid(),
         client,
         operation,
@@ -77,6 +83,7 @@ pub async fn move_volumes(
         freeze: None,
         is_recorded: false,
         stops_guest: false,
+        in_motion: Vec::new(),
         remarks: Vec::new(),
     };
     let mut timings: Vec<(Phase, f64)> = Vec::new();
@@ -84,7 +91,7 @@ pub async fn move_volumes(
     while let Some(effect) = next {
         let (phase, begun) = (machine.phase(), Instant::now());
         work.told.send_modify(|told| told.phase = phase);
-        next = settle(&mut machine, work.act(effect), &mut heard, deadline).await;
+        next = settle(&mut machine, work.act(effect), (&mut heard, &pace), deadline).await;
         timings.push((phase, milliseconds(begun.elapsed())));
     }
     work.told.send_modify(|told| told.phase = machine.phase());
@@ -108,7 +115,7 @@ pub async fn move_volumes(
 async fn settle(
     machine: &mut Machine,
     act: impl Future<Output = Input>,
-    heard: &mut Heard,
+    (heard, pace): (&mut Heard, &watch::Sender<Option<ByteCount>>),
     deadline: Option<(Instant, Duration)>,
 ) -> Option<Effect> {
     let mut act = pin!(act);
@@ -131,10 +138,17 @@ async fn settle(
                 let _ = answer.send(machine.answer_to_cancel());
                 Input::CancelRequested
             }
-            Some(answer) = heard.words.recv() => {
-                let _ = answer.send(machine.waits_for_a_word());
-                Input::CompleteRequested
-            }
+            Some(Word { said, answer }) = heard.words.recv() => match said {
+                Said::Complete => {
+                    let _ = answer.send(machine.waits_for_a_word());
+                    Input::CompleteRequested
+                }
+                Said::Speed(speed) => {
+                    let _ = answer.send(machine.has_a_pace());
+                    pace.send_replace(speed.map(ByteCount));
+                    continue;
+                }
+            },
             limit = &mut limit, if in_time => {
                 in_time = false;
                 Input::LimitReached(limit)
@@ -164,11 +178,15 @@ struct Work {
     qemu: Option<ProcessIdentity>,
     start: Start,
     both_sides: BothSides,
+    /// The most that is copied in a second, per disk; may change at any time.
+    pace: watch::Receiver<Option<ByteCount>>,
     journal: Option<Journal<Record>>,
     freeze: Option<Duration>,
     is_recorded: bool,
     /// Whether the guest runs, and is stopped for the switch.
     stops_guest: bool,
+    /// What differed of the copies because it was written at that moment.
+    in_motion: Vec<verify::Block>,
     remarks: Vec<String>,
 }
 
@@ -178,8 +196,10 @@ impl Work {
             Effect::Preflight => self.preflight().await,
             Effect::Attach => self.attach().await,
             Effect::Mirror => self.mirror().await,
+            Effect::Verify => self.verify().await,
             Effect::Hold => {
-                Err(mirror::hold(&self.client, &self.volumes, |volumes| self.tell(volumes)).await)
+                let pace = self.pace.clone();
+                Err(mirror::hold(&self.client, &self.volumes, pace, |seen| self.tell(seen)).await)
             }
             Effect::Intend => self.intend().await,
             Effect::Complete => self.complete().await,
@@ -198,12 +218,38 @@ impl Work {
         }
     }
 
-    fn tell(&self, volumes: Vec<VolumeProgress>) {
+    fn tell(&self, seen: mirror::Seen) {
         self.told.send_if_modified(|told| {
-            let is_new = told.volumes != volumes;
-            told.volumes = volumes;
+            let is_new = told.volumes != seen.volumes || told.waiting != seen.waiting;
+            (told.volumes, told.waiting) = (seen.volumes, seen.waiting);
             is_new
         });
+    }
+
+    /// Waits for volumes that are to be there and are not yet, as long as was said.
+    async fn wait_for_targets(&self) -> Result<(), Failure> {
+        let Some(patience) = self.request.wait_for_target else {
+            return Ok(());
+        };
+        let deadline = Instant::now() + patience;
+        loop {
+            let to_be_there = self.request.volumes.iter().filter(|wish| !wish.create);
+            let missing = to_be_there.map(|wish| &wish.to).find(|path| !path.exists());
+            let waiting = missing.map(|path| format!("{} is not there", path.display()));
+            self.told.send_if_modified(|told| {
+                let is_new = told.waiting != waiting;
+                told.waiting.clone_from(&waiting);
+                is_new
+            });
+            match waiting {
+                None => return Ok(()),
+                Some(what) if Instant::now() > deadline => {
+                    let why = format!("{what} after {patience:?}");
+                    return Err(Failure::new(Code::TimedOut, why));
+                }
+                Some(_) => tokio::time::sleep(TARGET_POLL).await,
+            }
+        }
     }
 
     async fn preflight(&mut self) -> Result<(), Failure> {
@@ -213,10 +259,14 @@ impl Work {
                 "cannot see QEMU's process (another PID namespace?), so an interrupted move could not be told from others",
             ));
         };
+        self.wait_for_targets().await?;
         self.volumes = plan::make(&self.client, self.operation, &self.request, self.pid).await?;
         self.both_sides = BothSides::of(&self.client).await?;
         self.start = Start::of(&self.client).await?;
-        self.tell(self.volumes.iter().map(untouched).collect());
+        self.tell(mirror::Seen {
+            volumes: self.volumes.iter().map(untouched).collect(),
+            waiting: None,
+        });
         self.qemu = Some(qemu);
         Ok(())
     }
@@ -256,15 +306,37 @@ impl Work {
     }
 
     async fn mirror(&mut self) -> Result<(), Failure> {
-        let (client, speed) = (&self.client, self.request.speed_limit);
+        let (client, when_full) = (&self.client, self.request.when_full);
         for volume in &self.volumes {
-            mirror::start(client, volume, self.start, speed).await?;
+            mirror::start(client, volume, (self.start, when_full), &self.pace).await?;
         }
-        let stall = self.request.limits.stall;
-        mirror::get_in_step(client, &self.volumes, self.both_sides, stall, |volumes| {
-            self.tell(volumes)
+        let (stall, pace) = (self.request.limits.stall, self.pace.clone());
+        mirror::get_in_step(client, &self.volumes, (self.both_sides, stall), pace, |seen| {
+            self.tell(seen)
         })
         .await
+    }
+
+    async fn verify(&mut self) -> Result<(), Failure> {
+        let looked = verify::Looked::default();
+        let (seen, pace) = (looked.clone(), self.pace.clone());
+        // The jobs go on, and may fail meanwhile.
+        let holding = mirror::hold(&self.client, &self.volumes, pace, |mut told| {
+            // One after the other.
+            let mut compared = seen.bytes();
+            for (told, volume) in told.volumes.iter_mut().zip(&self.volumes) {
+                let of_it = compared.min(volume.size_bytes);
+                told.compared_bytes = Some(of_it);
+                compared -= of_it;
+            }
+            self.tell(told);
+        });
+        let in_motion = tokio::select! {
+            failure = holding => return Err(failure),
+            in_motion = verify::compare(&self.volumes, looked) => in_motion?,
+        };
+        self.in_motion = in_motion;
+        Ok(())
     }
 
     async fn intend(&mut self) -> Result<(), Failure> {
@@ -291,6 +363,7 @@ impl Work {
         }
         let completed = async {
             mirror::complete(&self.client, &self.volumes, self.request.limits.freeze).await?;
+            verify::compare_still(&self.volumes, &self.in_motion).await?;
             bitmaps::carry(&self.client, &self.volumes, self.request.drop_bitmaps).await
         }
         .await;
@@ -418,6 +491,8 @@ fn untouched(volume: &Volume) -> VolumeProgress {
         done_bytes: 0,
         total_bytes: volume.size_bytes,
         ready: false,
+        speed_limit_bytes: None,
+        compared_bytes: None,
         switched: false,
     }
 }

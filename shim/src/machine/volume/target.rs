@@ -50,6 +50,8 @@ pub struct Need<'a> {
     pub allocated_bytes: Option<u64>,
     /// Whether the host's page cache is passed by.
     pub direct: bool,
+    /// Whether there has to be room for it now.
+    pub wants_room: bool,
     /// The file of the disk, whose owner and mode a new one gets.
     pub like: &'a Path,
 }
@@ -345,6 +347,9 @@ fn locked(locks: &str, device: u64, inode: u64) -> Option<String> {
 }
 
 fn check_room(path: &Path, need: Need<'_>, there: u64) -> Result<(), Failure> {
+    if !need.wants_room {
+        return Ok(());
+    }
     let wanted = need
         .allocated_bytes
         .unwrap_or(0)
@@ -427,6 +432,7 @@ mod tests {
             size_bytes,
             allocated_bytes: Some(0),
             direct: false,
+            wants_room: true,
             like: Path::new("/nowhere"),
         }
     }

@@ -3,8 +3,9 @@
 //! ```text
 //!  feeding ─► complete      the image is `consumed`, and removed unless it is kept
 //!     ├─► damaged           a chunk cannot be had: all else is fed, the guest stands where it needs that one; the image
-//!     │                     stays `waking`, QEMU is left alone
-//!     └─► lost              QEMU ended or let go: what it had of the guest is gone; the image stays `waking`
+//!     │                     stays `waking`, QEMU is left alone, and ended on demand: it may not be able to by itself
+//!     └─► lost              QEMU ended or let go: what it had of the guest is gone; the image stays `waking`, unless
+//!                           the guest shut itself down, which needs no memory any more
 //! ```
 //!
 //! `waking` is refused by every wake: the guest has run. The file stays, because in all endings but the first it is the
@@ -15,10 +16,10 @@ use std::io::{ErrorKind, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use dormouse_storage::feed::{Damage, Fed, FeedError, Told};
-use dormouse_storage::{Image, ImageState};
+use dormouse_storage::{ByteCount, Image, ImageState};
 use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 use uuid::Uuid;
@@ -140,6 +141,30 @@ pub enum State {
     Failed(Failure),
 }
 
+/// A guest that did not get all of its memory: why, and the image, which is still held.
+#[derive(Debug)]
+pub struct Unfed {
+    /// Why.
+    pub failure: Failure,
+    /// What was left of the feed.
+    pub left: Left,
+    image: Image,
+    keep_image: bool,
+}
+
+/// A feed that came to no end, for who asks later.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Left {
+    /// The image, which is kept.
+    pub image: PathBuf,
+    /// Its id.
+    pub image_id: Uuid,
+    /// What the guest had of its memory, in bytes.
+    pub fed_bytes: u64,
+    /// All of it, in bytes.
+    pub total_bytes: u64,
+}
+
 /// What others see of a feed.
 #[derive(Debug, Clone)]
 pub struct View {
@@ -170,18 +195,19 @@ impl Feeding {
     }
 
     /// Feeds to the end, and does what is then to be done with the image.
-    pub async fn run(mut self, vm_directory: &Path) -> Result<Fed, Failure> {
-        let outcome = match self.feed.ended().await {
+    pub async fn run(mut self, vm_directory: &Path) -> Result<Fed, Box<Unfed>> {
+        match self.feed.ended().await {
             Ok(fed) => {
                 tracing::info!(?fed, "the guest has all of its memory");
                 if let Err(failure) = used_up(self.image, self.keep_image, vm_directory).await {
                     // It stays `waking`, which no wake takes either, and a recovery sees from QEMU that all is there.
                     tracing::warn!(%failure, "the guest has all of its memory, but its image could not be put away; remove it");
                 }
+                self.state.send_replace(State::Complete(fed));
                 Ok(fed)
             }
             Err(error) => {
-                let image = self.image.path().display();
+                let image = self.image.path();
                 let more = match &error {
                     FeedError::Damaged { .. } => "the guest stands where it needs it, all else it has",
                     _ => "the guest cannot go on without it",
@@ -189,20 +215,35 @@ impl Feeding {
                 let failure = failed(&error);
                 let failure = Failure {
                     message: format!(
-                        "{}; {more}. The image {image} is kept, marked as waking: its guest has run",
-                        failure.message
+                        "{}; {more}. The image {} is kept, marked as waking: its guest has run",
+                        failure.message,
+                        image.display()
                     ),
                     ..failure
                 };
-                tracing::error!(%failure, "not all of the guest's memory got to it");
-                Err(failure)
+                tracing::warn!(%failure, "the guest did not get all of its memory");
+                self.state.send_replace(State::Failed(failure.clone()));
+                let numbers = self.feed.told.numbers();
+                Err(Box::new(Unfed {
+                    failure,
+                    left: Left {
+                        image: image.to_owned(),
+                        image_id: self.image.id(),
+                        fed_bytes: numbers.fed.0,
+                        total_bytes: numbers.total.0,
+                    },
+                    image: self.image,
+                    keep_image: self.keep_image,
+                }))
             }
-        };
-        self.state.send_replace(match &outcome {
-            Ok(fed) => State::Complete(*fed),
-            Err(failure) => State::Failed(failure.clone()),
-        });
-        outcome
+        }
+    }
+}
+
+impl Unfed {
+    /// The guest shut itself down: what it had not got of its memory it will never need.
+    pub async fn guest_is_off(self, vm_directory: &Path) -> Result<(), Failure> {
+        used_up(self.image, self.keep_image, vm_directory).await
     }
 }
 
@@ -232,30 +273,60 @@ impl View {
         )
     }
 
-    /// Since when it goes on.
-    pub fn began(&self) -> Instant {
-        self.began
+    /// How much came in a second, so far or in all, and how long the rest takes at that pace.
+    pub fn pace(&self) -> (ByteCount, Option<Duration>) {
+        let (state, numbers, damage) = self.state();
+        let took = match &state {
+            State::Complete(fed) => fed.took,
+            _ => self.began.elapsed(),
+        };
+        let per_second = numbers.fed.0 as f64 / took.as_secs_f64().max(1e-3);
+        let left = numbers.total.0.saturating_sub(numbers.fed.0) as f64;
+        let comes = state == State::Feeding && damage.is_empty() && per_second >= 1.0;
+        let rest = comes.then(|| Duration::from_secs_f64(left / per_second));
+        (ByteCount(per_second as u64), rest)
+    }
+
+    /// Why the guest stands for good where it needs memory that does not come. Such a QEMU cannot always end by itself: it
+    /// waits for its CPUs first.
+    pub fn failure(&self) -> Option<Failure> {
+        let (state, _, damage) = self.state();
+        match (state, damage.first()) {
+            (State::Complete(_), _) | (State::Feeding, None) => None,
+            (State::Failed(failure), _) => Some(failure),
+            (State::Feeding, Some(first)) => Some(Failure::new(
+                Code::ImageInvalid,
+                format!(
+                    "some of the guest's memory cannot be had, and the guest stands where it needs it: {}",
+                    first.why
+                ),
+            )),
+        }
     }
 
     /// Why the guest's memory cannot be saved yet, or any more.
     pub fn in_the_way(&self) -> Option<Failure> {
-        let (state, numbers, _) = self.state();
-        match state {
-            State::Complete(_) => None,
-            State::Feeding => {
-                let share = numbers.fed.0 as f64 / numbers.total.0.max(1) as f64 * 100.0;
-                Some(Failure::new(
-                    Code::Refused,
-                    format!(
-                        "memory is still coming from the image ({share:.0} % of {} done); try again when it is there",
-                        numbers.total
-                    ),
-                ))
-            }
-            State::Failed(failure) => Some(Failure {
+        if let Some(failure) = self.failure() {
+            return Some(Failure {
                 code: Code::Refused,
                 ..failure.while_doing("not all of the guest's memory is there")
-            }),
+            });
         }
+        let (state, numbers, _) = self.state();
+        if state != State::Feeding {
+            return None;
+        }
+        let again = match self.pace().1 {
+            Some(rest) => format!("in about {} s", rest.as_secs_f64().ceil()),
+            None => "when it is there".to_owned(),
+        };
+        Some(Failure::new(
+            Code::Refused,
+            format!(
+                "memory is still coming from the image ({:.0} % of {} done); try again {again}",
+                numbers.share() * 100.0,
+                numbers.total
+            ),
+        ))
     }
 }

@@ -1,5 +1,6 @@
 //! The wake: an image becomes a running guest, exactly once.
 
+pub mod choice;
 pub mod feeding;
 pub mod follow_up;
 pub mod guard;
@@ -14,6 +15,7 @@ pub mod record;
 pub mod resume;
 pub mod runner;
 pub mod snapshot;
+pub mod take_over;
 
 use std::path::PathBuf;
 
@@ -74,6 +76,8 @@ pub struct Report {
     pub image_id: Uuid,
     /// How RAM came back.
     pub mode: Mode,
+    /// Why in no better way, where none was wished for.
+    pub passed_over: Vec<String>,
     /// How long each phase took, in milliseconds, in order.
     pub timings_ms: Vec<(machine::Phase, f64)>,
     /// From QEMU's start to a guest that runs (or is ready, when it stays paused), in milliseconds.

@@ -3,8 +3,9 @@
 use std::path::{Path, PathBuf};
 
 use dormouse_storage::image::manifest::{Disk, GuestState as SavedState, Manifest};
-use dormouse_storage::{ByteCount, Image, ImageState, Unmappable, feed};
+use dormouse_storage::{ByteCount, Image, ImageState, feed};
 
+use super::choice::{self, Choice};
 use super::guard::{self, CheckLineError};
 use super::other_disks::put_in_place;
 use super::{Mode, Request, snapshot};
@@ -12,12 +13,18 @@ use crate::error::{Code, Failure};
 use crate::vm::binary::{self, Binary};
 use crate::vm::command_line::{CommandLine, CommandLineError, MemoryBackend, Placement};
 use crate::vm::disks;
+use crate::vm::own_memory::{self, OwnMemory};
+
+/// Why a guest does not run before its RAM is there in a QEMU that somebody else started: nobody would feed it then.
+pub const NOT_FED: &str = "its QEMU is not Dormouse's own, and nobody would stay to feed it";
 
 /// A wake that can be tried.
 #[derive(Debug)]
 pub struct Plan {
     /// How RAM comes back.
     pub mode: Mode,
+    /// Why in no better way.
+    pub passed_over: Vec<String>,
     /// The command line for a QEMU that waits, with RAM still as recorded.
     line: CommandLine,
     /// The name of main RAM's block.
@@ -28,6 +35,8 @@ pub struct Plan {
     pub directory: PathBuf,
     /// The blocks that the command line places, whose pages do not travel in the stream: name and size.
     pub placed: Vec<(String, ByteCount)>,
+    /// Those of them whose memory stays where the command line has it.
+    own: Vec<OwnMemory>,
     /// Whether the guest ran when it was saved.
     pub was_running: bool,
     /// The recorded command line, with disks that lie elsewhere where they are.
@@ -46,7 +55,9 @@ pub fn check_state(image: &Image) -> Result<(), Failure> {
         ImageState::Writing => format!("{path} was never completed"),
         ImageState::Waking => {
             format!(
-                "{path} is being woken, or its wake ended in between: its guest may have run since, which `dormouse recover` finds out"
+                "{path} is being woken, or its wake ended in between: its guest may have run since, which `dormouse recover` finds \
+                 out. Where that finds nothing its guest has run; what is in it can be exported, or given up with `dormouse \
+                 image discard`"
             )
         }
         ImageState::Consumed => {
@@ -59,39 +70,116 @@ pub fn check_state(image: &Image) -> Result<(), Failure> {
 /// Decides everything that can be decided without starting the guest's QEMU. `scratch`: a folder for a socket.
 pub async fn plan(image: &Image, request: &Request, scratch: &Path) -> Result<Plan, Failure> {
     let manifest = image.manifest();
-    let recorded = manifest.command_line.as_ref().ok_or_else(|| {
-        Failure::new(
-            Code::Refused,
-            "the image does not say how its guest was started; import it again, with the QEMU command line after `--`".to_owned(),
-        )
-    })?;
-    let directory = manifest
-        .working_directory
-        .clone()
-        .unwrap_or_else(|| PathBuf::from("/"));
-    let (on, recorded) = put_in_place(&manifest.disks, recorded, &directory, &request.other_disks)?;
-    if !request.disks_as_saved {
-        snapshot::check_disks_apart(manifest, &on)?;
-    }
-    let forced = unless_forced(disks::check_unchanged(&on), request.force_disks)?;
-    let refused =
-        |error: CommandLineError| Failure::new(Code::Refused, format!("the recorded command line: {error}"));
-    let line = CommandLine::parse(&recorded).map_err(refused)?;
-    guard::check_line(manifest, &line, &request.changes).map_err(|error| match error {
-        CheckLineError::Differs(failure) => failure,
-        CheckLineError::Line(error) => Failure::new(
-            Code::Usage,
-            format!("QEMU's command line with its changes: {error}"),
-        ),
-    })?;
-    let (offset_property, rom_property) = abilities(manifest, line.program(), scratch).await?;
-    let against_map = against_map(
-        image.check_mappable(),
-        offset_property,
-        line.shares_memory(),
-        &manifest.qemu.version,
+    let recorded = Recorded::of(manifest, request)?;
+    let forced = check_disks(manifest, &recorded.disks, request)?;
+    let line = recorded.line(manifest, &request.changes)?;
+    let abilities = abilities(manifest, line.program(), scratch).await?;
+    let plan = lay_out(
+        image,
+        request,
+        (recorded, line),
+        abilities,
+        // QEMU opens /dev/userfaultfd since the version that brought offset=, and no command tells the one.
+        feed::check_possible(abilities.0),
+    )?;
+    Ok(Plan {
+        forced_disks: forced.into_iter().collect(),
+        ..plan
+    })
+}
+
+/// The plan for a QEMU that a launcher starts itself, by the image alone: disks may not be there yet, and the binary may be
+/// another. What the recorded QEMU could do each later one can.
+pub fn plan_for_launcher(image: &Image, request: &Request) -> Result<Plan, Failure> {
+    let manifest = image.manifest();
+    let recorded = Recorded::of(manifest, request)?;
+    let line = recorded.line(manifest, &request.changes)?;
+    let abilities = (
+        manifest.qemu.memory_backend_offset,
+        manifest.qemu.memory_backend_rom,
     );
-    let mode = choose_mode(request.mode, against_map, feed::check_possible())?;
+    lay_out(
+        image,
+        request,
+        (recorded, line),
+        abilities,
+        Err(NOT_FED.to_owned()),
+    )
+}
+
+/// The plan for a QEMU that a launcher has started. How RAM comes back is settled when it is seen.
+pub fn plan_to_take_over(image: &Image, request: &Request) -> Result<Plan, Failure> {
+    let plan = plan_for_launcher(image, request)?;
+    let forced = check_disks(image.manifest(), &plan.disks, request)?;
+    Ok(Plan {
+        forced_disks: forced.into_iter().collect(),
+        ..plan
+    })
+}
+
+/// Compares the disks' files with what they were at the save. Returns what differs and was let through.
+fn check_disks(manifest: &Manifest, on: &[Disk], request: &Request) -> Result<Option<String>, Failure> {
+    if !request.disks_as_saved {
+        snapshot::check_disks_apart(manifest, on)?;
+    }
+    unless_forced(disks::check_unchanged(on), request.force_disks)
+}
+
+/// The recorded machine, with disks that lie elsewhere where they are.
+struct Recorded {
+    command_line: Vec<String>,
+    directory: PathBuf,
+    disks: Vec<Disk>,
+}
+
+impl Recorded {
+    fn of(manifest: &Manifest, request: &Request) -> Result<Self, Failure> {
+        let recorded = manifest.command_line.as_ref().ok_or_else(|| {
+            Failure::new(
+                Code::Refused,
+                "the image does not say how its guest was started; import it again, with the QEMU command line after `--`"
+                    .to_owned(),
+            )
+        })?;
+        let directory = manifest
+            .working_directory
+            .clone()
+            .unwrap_or_else(|| PathBuf::from("/"));
+        let (disks, command_line) =
+            put_in_place(&manifest.disks, recorded, &directory, &request.other_disks)?;
+        Ok(Self {
+            command_line,
+            directory,
+            disks,
+        })
+    }
+
+    /// The command line, which has to make the machine that was saved.
+    fn line(&self, manifest: &Manifest, changes: &[String]) -> Result<CommandLine, Failure> {
+        let line = CommandLine::parse(&self.command_line).map_err(unusable)?;
+        guard::check_line(manifest, &line, changes).map_err(|error| match error {
+            CheckLineError::Differs(failure) => failure,
+            CheckLineError::Line(error) => Failure::new(
+                Code::Usage,
+                format!("QEMU's command line with its changes: {error}"),
+            ),
+        })?;
+        Ok(line)
+    }
+}
+
+fn unusable(error: CommandLineError) -> Failure {
+    Failure::new(Code::Refused, format!("the recorded command line: {error}"))
+}
+
+fn lay_out(
+    image: &Image,
+    request: &Request,
+    (recorded, line): (Recorded, CommandLine),
+    (offset_property, rom_property): (bool, bool),
+    feeding: Result<(), String>,
+) -> Result<Plan, Failure> {
+    let manifest = image.manifest();
     let main_ram = manifest.machine_default_ram_id.clone().unwrap_or_default();
     if main_ram.is_empty() && !line.names_main_memory() {
         return Err(Failure::new(
@@ -99,10 +187,6 @@ pub async fn plan(image: &Image, request: &Request, scratch: &Path) -> Result<Pl
             "the image does not say which RAM block is the machine's main RAM",
         ));
     }
-    let placed = match mode {
-        Mode::Stream => Vec::new(),
-        Mode::Map | Mode::Lazy | Mode::Eager => placed_blocks(manifest),
-    };
     let line = line
         .for_wake(&manifest.machine)
         .with_changes(&request.changes)
@@ -112,17 +196,33 @@ pub async fn plan(image: &Image, request: &Request, scratch: &Path) -> Result<Pl
                 format!("the changes to QEMU's command line: {error}"),
             )
         })?;
+    let own = own_memory::of(&line, &main_ram, &recorded.directory).map_err(unusable)?;
+    let facts = choice::Facts {
+        image: image.check_mappable(),
+        offset_property,
+        version: &manifest.qemu.version,
+        shares_memory: line.shares_memory(),
+        feeding,
+        own: &own,
+    };
+    let Choice { mode, passed_over } = choice::choose(request.mode, &facts)?;
+    for why in &passed_over {
+        tracing::info!("{why}");
+    }
+    let placed = placed_in(mode, manifest);
     Ok(Plan {
         mode,
+        passed_over,
+        own,
         line,
         main_ram,
         rom_property,
-        directory,
-        recorded,
-        disks: on,
+        directory: recorded.directory,
+        recorded: recorded.command_line,
+        disks: recorded.disks,
         placed,
         was_running: manifest.guest.state_when_saved == SavedState::Running,
-        forced_disks: forced.into_iter().collect(),
+        forced_disks: Vec::new(),
     })
 }
 
@@ -150,6 +250,7 @@ impl Plan {
     ) -> Result<CommandLine, Failure> {
         let place = |backend: &MemoryBackend| match (self.mode, image.layout().block(&backend.id)) {
             (_, None) | (Mode::Stream, _) => Placement::AsGiven,
+            _ if self.is_own(&backend.id) => Placement::AsGiven,
             (Mode::Eager | Mode::Lazy, Some(_)) => Placement::SharedFile(file_of(&backend.id)),
             (Mode::Map, Some(block)) => Placement::Image {
                 path: image.path().to_owned(),
@@ -157,19 +258,43 @@ impl Plan {
                 rom_property: self.rom_property,
             },
         };
-        self.line
-            .with_memory(&self.main_ram, place)
-            .map_err(|error| Failure::new(Code::Refused, format!("the recorded command line: {error}")))
+        self.line.with_memory(&self.main_ram, place).map_err(unusable)
+    }
+
+    /// RAM comes back in another way than was planned.
+    pub fn settle_mode(&mut self, image: &Image, mode: Mode) {
+        self.mode = mode;
+        self.placed = placed_in(mode, image.manifest());
     }
 
     /// How much RAM the placed blocks are.
     pub fn placed_total(&self) -> ByteCount {
         ByteCount(self.placed.iter().map(|(_, length)| length.0).sum())
     }
+
+    /// How much RAM goes into files of ours.
+    pub fn in_our_files(&self) -> ByteCount {
+        let ours = self.placed.iter().filter(|(name, _)| !self.is_own(name));
+        match self.mode {
+            Mode::Lazy | Mode::Eager => ByteCount(ours.map(|(_, length)| length.0).sum()),
+            Mode::Map | Mode::Stream => ByteCount::ZERO,
+        }
+    }
+
+    fn is_own(&self, name: &str) -> bool {
+        self.own.iter().any(|own| own.id == name)
+    }
 }
 
-/// RAM that a memory backend stands for; what is left are ROMs, firmware tables and video memory.
-/// The blocks of guest memory that a wake places, by the manifest.
+fn placed_in(mode: Mode, manifest: &Manifest) -> Vec<(String, ByteCount)> {
+    match mode {
+        Mode::Stream => Vec::new(),
+        Mode::Map | Mode::Lazy | Mode::Eager => placed_blocks(manifest),
+    }
+}
+
+/// The blocks of guest memory that a wake places, by the manifest: RAM that a memory backend stands for. What is left
+/// are ROMs, firmware tables and video memory.
 pub fn placed_blocks(manifest: &Manifest) -> Vec<(String, ByteCount)> {
     manifest
         .ram_blocks
@@ -196,103 +321,4 @@ async fn abilities(manifest: &Manifest, program: &str, scratch: &Path) -> Result
     binary.check_knows(&manifest.machine)?;
     let qemu = binary.qemu;
     Ok((qemu.memory_backend_offset, qemu.memory_backend_rom))
-}
-
-fn choose_mode(
-    wanted: Option<Mode>,
-    against_map: Option<String>,
-    lazy: Result<(), String>,
-) -> Result<Mode, Failure> {
-    match (wanted, against_map, lazy) {
-        (Some(Mode::Map), Some(why), _) => Err(Failure::new(
-            Code::Refused,
-            format!("RAM cannot be mapped from the image: {why}; use --mode lazy or --mode eager"),
-        )),
-        (Some(Mode::Lazy), _, Err(why)) => Err(Failure::new(
-            Code::Refused,
-            format!("the guest cannot run before its RAM is there: {why}, or use --mode eager"),
-        )),
-        (Some(mode), ..) => Ok(mode),
-        (None, None, _) => Ok(Mode::Map),
-        (None, Some(why), Ok(())) => {
-            tracing::info!(why, "RAM is fed to the running guest, not mapped");
-            Ok(Mode::Lazy)
-        }
-        (None, Some(against_map), Err(against_lazy)) => {
-            tracing::info!(against_map, against_lazy, "RAM is filled first");
-            Ok(Mode::Eager)
-        }
-    }
-}
-
-/// Why RAM cannot be mapped from the image.
-fn against_map(
-    image: Result<(), Unmappable>,
-    offset_property: bool,
-    shares_memory: bool,
-    version: &str,
-) -> Option<String> {
-    if let Err(why) = image {
-        return Some(why.to_string());
-    }
-    if !offset_property {
-        return Some(format!(
-            "QEMU (the guest was saved on {version}) cannot map memory from inside a file: memory-backend-file has no \
-             offset=, which came with QEMU 8.1"
-        ));
-    }
-    shares_memory.then(|| {
-        "the guest's command line wants its memory shared (share=on), and memory mapped from an image is private"
-            .to_owned()
-    })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn without_a_wish_the_fastest_mode_that_guest_and_host_bear_is_taken() {
-        let no = || Some("reason".to_owned());
-        let cannot = || Err("reason".to_owned());
-        for (wanted, against_map, lazy, mode) in [
-            (None, None, Ok(()), Mode::Map),
-            (None, None, cannot(), Mode::Map),
-            (None, no(), Ok(()), Mode::Lazy),
-            (None, no(), cannot(), Mode::Eager),
-            (Some(Mode::Lazy), None, Ok(()), Mode::Lazy),
-            (Some(Mode::Eager), None, Ok(()), Mode::Eager),
-            (Some(Mode::Eager), no(), cannot(), Mode::Eager),
-        ] {
-            assert_eq!(choose_mode(wanted, against_map, lazy), Ok(mode));
-        }
-    }
-
-    #[test]
-    fn a_mode_that_cannot_be_is_refused_with_the_remedy() {
-        let why = || "it rains".to_owned();
-        for (wanted, against_map, lazy) in [(Mode::Map, Some(why()), Ok(())), (Mode::Lazy, None, Err(why()))]
-        {
-            let error = choose_mode(Some(wanted), against_map, lazy).unwrap_err();
-            assert!(
-                error.message.contains("it rains") && error.message.contains("--mode eager"),
-                "{error}"
-            );
-        }
-    }
-
-    #[test]
-    fn whatever_is_against_a_map_is_named() {
-        assert_eq!(against_map(Ok(()), true, false, "10.0.2"), None);
-        for (image, offset_property, shares_memory, words) in [
-            (Ok(()), false, false, "QEMU 8.1"),
-            (Ok(()), true, true, "share=on"),
-            (Err(Unmappable::Encrypted), true, false, "encrypted"),
-            (Err(Unmappable::Compressed), true, false, "compressed"),
-            (Err(Unmappable::OldData), true, false, "old data"),
-        ] {
-            let why = against_map(image, offset_property, shares_memory, "7.2.22").unwrap();
-            assert!(why.contains(words), "{why}");
-        }
-    }
 }

@@ -10,6 +10,7 @@ use dormouse_tests::{Dormouse, Guest, Lab, PlainQemu, QemuBuild, SectorWriter, f
 use rustix::process::Pid;
 use serde_json::{Value, json};
 
+const UNREACHABLE: i32 = 4;
 const NEEDS_AN_OPERATOR: i32 = 10;
 
 /// A guest under a QEMU that nobody supervises, and a target that a move makes.
@@ -24,9 +25,13 @@ struct Moving {
 
 impl Moving {
     fn start() -> Self {
+        Self::start_on(QemuBuild::V10_0)
+    }
+
+    fn start_on(build: QemuBuild) -> Self {
         let lab = Lab::new();
         let dormouse = Dormouse::new(&lab);
-        let guest = SectorWriter::new(&lab, QemuBuild::V10_0);
+        let guest = SectorWriter::new(&lab, build);
         let qemu = PlainQemu::start(&guest);
         guest.wait_for_sector(200);
         Self {
@@ -45,18 +50,10 @@ impl Moving {
         self.dormouse.spawn(&[&arguments, more].concat())
     }
 
-    /// What was written down once the target was made.
-    fn record(&self) -> Value {
-        until("the target to be made and written down", || {
-            let record = self.dormouse.moves().pop()?;
-            (!record["volumes"][0]["made"].is_null()).then_some(record)
-        })
-    }
-
     /// Kills Dormouse while it copies.
     fn interrupted(&self) -> Value {
         let moving = self.begin(&["--speed", "1M"]);
-        let record = self.record();
+        let record = record(&self.dormouse);
         until("the target to be filled", || {
             (fs::metadata(&self.target).unwrap().blocks() > 8).then_some(())
         });
@@ -68,18 +65,30 @@ impl Moving {
     /// A move that was switched and killed before that was written down.
     fn switched_without_a_record(&self) {
         let moving = self.begin(&["--speed", "256M"]);
-        let mut record = self.record();
+        let mut record = record(&self.dormouse);
         self.dormouse.finish(moving).expect_success();
         record["point"] = json!("intending");
         self.leave(&record);
     }
 
     fn leave(&self, record: &Value) {
-        let folder = self.dormouse.state_dir().join(".moves");
-        fs::create_dir_all(&folder).unwrap();
-        let name = format!("{}.json", record["operation"].as_str().unwrap());
-        fs::write(folder.join(name), record.to_string()).unwrap();
+        leave(&self.dormouse, record);
     }
+}
+
+fn leave(dormouse: &Dormouse, record: &Value) {
+    let folder = dormouse.state_dir().join(".moves");
+    fs::create_dir_all(&folder).unwrap();
+    let name = format!("{}.json", record["operation"].as_str().unwrap());
+    fs::write(folder.join(name), record.to_string()).unwrap();
+}
+
+/// What was written down once the target was made.
+fn record(dormouse: &Dormouse) -> Value {
+    until("the target to be made and written down", || {
+        let record = dormouse.moves().pop()?;
+        (!record["volumes"][0]["made"].is_null()).then_some(record)
+    })
 }
 
 fn names(outcome: &Value, file: &Path) -> bool {
@@ -196,4 +205,54 @@ fn a_guest_is_not_started_while_nobody_can_say_which_volumes_are_its_own() {
     // Another VM is not kept from anything.
     let _other = dormouse.run("other", &guest);
     lab.only_qemu();
+}
+
+#[test]
+fn a_guest_that_somebody_has_stopped_since_is_not_run() {
+    for (was_stopped_for_it, status) in [(false, "paused"), (true, "running")] {
+        let moving = Moving::start_on(QemuBuild::V7_2);
+        let mut record = moving.interrupted();
+        record["point"] = json!("intending");
+        record["stops_guest"] = json!(true);
+        record["is_stopped"] = json!(was_stopped_for_it);
+        moving.leave(&record);
+        moving.guest.monitor().stop();
+        let recovered = moving.dormouse.recover(&[]).expect_success().result();
+        assert_eq!(recovered["outcome"], "volumes-as-before", "{recovered}");
+        assert_eq!(moving.guest.monitor().status(), status);
+        assert_eq!(
+            recovered["remarks"].to_string().contains("`cont`"),
+            !was_stopped_for_it,
+            "{recovered}"
+        );
+        assert!(!moving.target.exists());
+    }
+}
+
+#[test]
+fn what_a_move_left_under_a_living_supervisor_is_ended_by_the_guests_next_operation() {
+    let lab = Lab::new();
+    let dormouse = Dormouse::new(&lab);
+    let guest = SectorWriter::new(&lab, QemuBuild::V10_0);
+    let mut supervisor = dormouse.run("guest", &guest);
+    guest.wait_for_sector(200);
+    let target = lab.path("new");
+    let wish = format!("ide0-hd0={},create", target.display());
+    let arguments = [
+        "volume", "move", "guest", "--json", "--speed", "256M", "--volume", &wish,
+    ];
+    let moving = dormouse.spawn(&arguments);
+    let mut record = record(&dormouse);
+    dormouse.finish(moving).expect_success();
+    record["point"] = json!("intending");
+    leave(&dormouse, &record);
+    let taken = dormouse.recover(&[]).expect_exit(UNREACHABLE);
+    assert!(taken.stdout.contains("next operation"), "{taken:#?}");
+    let image = lab.path("image");
+    dormouse.hibernate("guest", &image).expect_success();
+    supervisor.wait_for_end();
+    assert_eq!(dormouse.moves(), Vec::<Value>::new());
+    let _woken = dormouse.wake("guest", &image, &[]);
+    SectorWriter::wait_for_more_sectors_on(&target, 100);
+    guest.expect_no_complaint();
 }

@@ -53,6 +53,12 @@ pub async fn recover(moves: Vec<Found<Record>>, wanted: &Wanted, report: &Report
                         }
                         continue;
                     }
+                    // Its supervisor has the monitor.
+                    Err(failure) if failure.code == Code::Unreachable => {
+                        let hint =
+                            "if its supervisor lives, the guest's next operation there ends this first";
+                        failure.while_doing(&format!("{title} ({hint})"))
+                    }
                     Err(failure) => failure.while_doing(&title),
                 }
             }
@@ -137,20 +143,10 @@ fn title(record: &Record) -> String {
 }
 
 fn describe(recovered: &RecoveredMove) -> String {
-    let what = match recovered.outcome {
-        MoveOutcome::VolumesMoved => "the guest is on its new volumes",
-        MoveOutcome::VolumesAsBefore => "the guest is on its old volumes, as before",
-        MoveOutcome::SomeMoved => "only some volumes could be switched; move the others, or these back",
-        MoveOutcome::DisksChanged => {
-            "somebody has changed the disks since; look what they are on, nothing that was made for the move is removed"
-        }
-        MoveOutcome::QemuGoneBefore => "QEMU has ended; the old volumes are the guest's",
-        MoveOutcome::QemuGoneAfter => "QEMU has ended; the new volumes are the guest's",
-    };
     let remarks: String = recovered
         .remarks
         .iter()
         .map(|remark| format!("\n{remark}"))
         .collect();
-    format!("{}: {what}{remarks}", recovered.name)
+    format!("{}: {}{remarks}", recovered.name, recovered.outcome.text())
 }

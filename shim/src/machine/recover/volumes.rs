@@ -10,7 +10,8 @@
 //! | intending | QEMU is gone | a person is told: it took the graph with it, and either volume may be the later one |
 //! | committed | QEMU is gone | nothing; the new volumes are the guest's |
 
-use dormouse_qmp::{Client, ConnectOptions};
+use dormouse_qmp::view::machine::RunState;
+use dormouse_qmp::{Client, ConnectOptions, command};
 use serde::Serialize;
 use uuid::Uuid;
 
@@ -23,6 +24,7 @@ use crate::machine::volume::runner::{close_targets, go_on, release, roll_back};
 use crate::machine::volume::standing::Standing;
 use crate::machine::volume::{made, mirror, recorded};
 use crate::vm::graph::Graph;
+use crate::vm::monitor;
 
 /// How an interrupted move ended.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -55,11 +57,44 @@ pub enum MoveOutcome {
     QemuGoneAfter,
 }
 
+impl MoveOutcome {
+    /// What that means, for a person.
+    pub fn text(self) -> &'static str {
+        match self {
+            Self::VolumesMoved => "the guest is on its new volumes",
+            Self::VolumesAsBefore => "the guest is on its old volumes, as before",
+            Self::SomeMoved => "only some volumes could be switched; move the others, or these back",
+            Self::DisksChanged => {
+                "somebody has changed the disks since; look what they are on, nothing that was made for the move is removed"
+            }
+            Self::QemuGoneBefore => "QEMU has ended; the old volumes are the guest's",
+            Self::QemuGoneAfter => "QEMU has ended; the new volumes are the guest's",
+        }
+    }
+}
+
 /// Brings an interrupted move to its end. Its record goes when that is reached, and stays on every failure.
 pub async fn recover(journal: Journal<Record>) -> Result<RecoveredMove, Failure> {
-    let record = journal.record().clone();
+    recover_with(journal, None).await
+}
+
+/// The same over a monitor that is held already.
+pub async fn recover_with(
+    mut journal: Journal<Record>,
+    client: Option<Client>,
+) -> Result<RecoveredMove, Failure> {
     let mut remarks = Vec::new();
-    let outcome = bring_to_an_end(&record, &mut remarks).await?;
+    let outcome = if journal.record().qemu.is_alive() {
+        let client = match client {
+            Some(client) => client,
+            None => connect(journal.record()).await?,
+        };
+        journal = switch_the_rest(&client, journal).await?;
+        bring_to_an_end(&client, journal.record(), &mut remarks).await?
+    } else {
+        after_qemu(journal.record(), &mut remarks)?
+    };
+    let record = journal.record().clone();
     blocking(move || {
         journal.end().map_err(|error| {
             Failure::new(
@@ -77,10 +112,7 @@ pub async fn recover(journal: Journal<Record>) -> Result<RecoveredMove, Failure>
     })
 }
 
-async fn bring_to_an_end(record: &Record, remarks: &mut Vec<String>) -> Result<MoveOutcome, Failure> {
-    if !record.qemu.is_alive() {
-        return after_qemu(record, remarks);
-    }
+async fn connect(record: &Record) -> Result<Client, Failure> {
     let client = Client::connect(&record.monitor, ConnectOptions::default()).await?;
     if client.peer_pid() != Some(record.qemu.pid) {
         return Err(Failure::new(
@@ -92,27 +124,67 @@ async fn bring_to_an_end(record: &Record, remarks: &mut Vec<String>) -> Result<M
             ),
         ));
     }
-    let volumes = &record.volumes;
-    let mut standings = looked(&client, record).await?;
+    Ok(client)
+}
+
+/// Where some disks were switched and some were not, what stands still goes the way of the others.
+async fn switch_the_rest(client: &Client, mut journal: Journal<Record>) -> Result<Journal<Record>, Failure> {
+    let record = journal.record().clone();
+    let standings = looked(client, &record).await?;
     let is_split = standings.contains(&Standing::New) && standings.contains(&Standing::Old);
-    if record.point == Point::Intending && is_split {
-        // Who was killed between two disks: what stands still goes the way of the others.
-        if let Err(failure) = mirror::finalize(&client, &on(Standing::Old, record, &standings)).await {
-            tracing::warn!(%failure, "a volume cannot be switched any more");
-        }
-        standings = looked(&client, record).await?;
+    if record.point != Point::Intending || !is_split {
+        return Ok(journal);
+    }
+    // Somebody may have run it since.
+    if mirror::stops_guest(client).await? && monitor::run_state(client).await? == RunState::Running {
+        client.execute(&command::stop {}).await?;
+        let stopped = Record {
+            is_stopped: true,
+            ..record.clone()
+        };
+        journal = blocking(move || {
+            journal.rewrite(stopped).map_err(|error| {
+                Failure::new(
+                    Code::StorageIo,
+                    format!("cannot keep the operation's record: {error}"),
+                )
+            })?;
+            Ok(journal)
+        })
+        .await?;
+    }
+    if let Err(failure) = mirror::finalize(client, &on(Standing::Old, &record, &standings)).await {
+        tracing::warn!(%failure, "a volume cannot be switched any more");
+    }
+    Ok(journal)
+}
+
+async fn bring_to_an_end(
+    client: &Client,
+    record: &Record,
+    remarks: &mut Vec<String>,
+) -> Result<MoveOutcome, Failure> {
+    let volumes = &record.volumes;
+    let standings = looked(client, record).await?;
+    let may_run = record.is_stopped && record.point == Point::Intending;
+    if record.stops_guest && !record.is_stopped && monitor::run_state(client).await? == RunState::Paused {
+        remarks.push(
+            "the guest stands still, and whether that was for the switch or is somebody's wish is not known: `cont` lets it \
+             go on"
+                .to_owned(),
+        );
     }
     let are_all = |wanted| standings.iter().all(|standing| *standing == wanted);
     if are_all(Standing::New) {
-        remarks.extend(recorded::update(&client, &record.machine, record.qemu, volumes).await?);
-        remarks.extend(release(&client, volumes, Some(record.qemu.pid)).await?);
-        if record.stops_guest && record.point == Point::Intending {
-            go_on(&client).await?;
+        remarks.extend(recorded::update(client, &record.machine, record.qemu, volumes).await?);
+        remarks.extend(release(client, volumes, Some(record.qemu.pid)).await?);
+        if may_run {
+            go_on(client).await?;
         }
         return Ok(MoveOutcome::VolumesMoved);
     }
     if are_all(Standing::Old) && record.point != Point::Committed {
-        remarks.extend(roll_back(&client, volumes, record.qemu, record.stops_guest).await?);
+        remarks.extend(roll_back(client, volumes, record.qemu, may_run).await?);
         return Ok(MoveOutcome::VolumesAsBefore);
     }
     remarks.extend(
@@ -125,10 +197,10 @@ async fn bring_to_an_end(record: &Record, remarks: &mut Vec<String>) -> Result<M
     let others = volumes.iter().filter(|volume| !there.contains(volume)).cloned();
     let others: Vec<_> = others.collect();
     if !there.is_empty() {
-        remarks.extend(recorded::update(&client, &record.machine, record.qemu, &there).await?);
-        remarks.extend(release(&client, &there, Some(record.qemu.pid)).await?);
+        remarks.extend(recorded::update(client, &record.machine, record.qemu, &there).await?);
+        remarks.extend(release(client, &there, Some(record.qemu.pid)).await?);
     }
-    close_targets(&client, &others, record.stops_guest).await?;
+    close_targets(client, &others, may_run).await?;
     remarks.extend(made::left(&others));
     Ok(
         match standings.contains(&Standing::Elsewhere) || there.is_empty() {

@@ -20,7 +20,8 @@
 //!
 //! Between *Mirroring* and *Ready* is *Verifying*, where that was asked for: the copies are compared while they are kept in
 //! step. *Ready* is for a switch by hand: the volumes are kept in step until somebody says so. In *Completing* the guest's
-//! writes begin to wait, so it is limited in time; once all stand still *Finalizing* takes milliseconds.
+//! writes begin to wait, so it is limited in time; once all stand still *Finalizing* takes milliseconds. What ends
+//! *Uncertain* is looked at once more at once, as a recovery does.
 
 use std::time::Duration;
 

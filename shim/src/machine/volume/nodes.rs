@@ -12,11 +12,13 @@
 
 use std::collections::BTreeSet;
 use std::path::Path;
+use std::time::Duration;
 
 use dormouse_qmp::view::job::{JobInfo, JobStatus};
 use dormouse_qmp::{Client, command};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
+use tokio::time::Instant;
 use uuid::Uuid;
 
 use super::Format;
@@ -26,7 +28,10 @@ use crate::vm::file_identity::FileIdentity;
 use crate::vm::graph::Graph;
 
 /// How often QEMU is asked whether it has made an image.
-const POLL: std::time::Duration = std::time::Duration::from_millis(5);
+const POLL: Duration = Duration::from_millis(5);
+
+/// How long that may take.
+const MAKING_LIMIT: Duration = Duration::from_secs(60);
 
 /// The names of what is made for one disk. QEMU takes up to 31 characters.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -141,6 +146,7 @@ async fn make_image(client: &Client, volume: &Volume) -> Result<(), Failure> {
         "options": {"driver": "qcow2", "file": names.file, "size": volume.size_bytes},
     });
     client.execute_raw("blockdev-create", create).await?;
+    let deadline = Instant::now() + MAKING_LIMIT;
     loop {
         let jobs: Vec<JobInfo> = client.query(&command::query_jobs {}).await?;
         let job = jobs.into_iter().find(|job| job.id == names.create);
@@ -158,6 +164,14 @@ async fn make_image(client: &Client, volume: &Volume) -> Result<(), Failure> {
                         format!("cannot make the image: {error}"),
                     )),
                 };
+            }
+            // Whoever undoes this cancels the job.
+            Some(job) if Instant::now() > deadline => {
+                let why = format!(
+                    "the job that makes the image is still {} after {MAKING_LIMIT:?}",
+                    job.status
+                );
+                return Err(Failure::new(Code::TimedOut, why));
             }
             Some(_) => tokio::time::sleep(POLL).await,
             None => {

@@ -347,10 +347,14 @@ fn verdict(graph: &Graph, drive: &BlockInfo, root: &BlockNode, name: &str) -> Op
     if is_encrypted(graph, name) {
         return Some("it is encrypted, and its copy would not be".to_owned());
     }
-    if is_filter(&root.driver) {
+    let path = std::iter::successors(Some(name), |name| graph.below(name));
+    if let Some(filter) = path
+        .filter_map(|name| graph.node(name))
+        .find(|node| is_filter(&node.driver))
+    {
         return Some(format!(
-            "its root is a {} node, which would be left out with the old volume",
-            root.driver
+            "it is behind a {} node, which would be left out with the old volume",
+            filter.driver
         ));
     }
     graph.chain(name).iter().skip(1).find_map(|node| {

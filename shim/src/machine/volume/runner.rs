@@ -24,6 +24,8 @@ use crate::error::{Code, Failure, GuestState};
 use crate::journal::{Journal, Written};
 use crate::machine::effect::{blocking, milliseconds, out_of_order};
 use crate::machine::hibernate::runner::Cancel;
+use crate::machine::recover::earlier_moves::finish_moves;
+use crate::machine::recover::volumes::MoveOutcome;
 use crate::vm::graph::Graph;
 use crate::vm::monitor;
 use crate::vm::process_identity::ProcessIdentity;
@@ -83,6 +85,7 @@ pub async fn move_volumes(
         freeze: None,
         is_recorded: false,
         stops_guest: false,
+        is_stopped: false,
         in_motion: Vec::new(),
         remarks: Vec::new(),
     };
@@ -94,9 +97,17 @@ pub async fn move_volumes(
         next = settle(&mut machine, work.act(effect), (&mut heard, &pace), deadline).await;
         timings.push((phase, milliseconds(begun.elapsed())));
     }
-    work.told.send_modify(|told| told.phase = machine.phase());
+    let failure = match machine.failure().cloned() {
+        Some(failure) if machine.phase() == Phase::Uncertain => work.look_again(failure).await,
+        failure => failure,
+    };
+    let phase = match failure {
+        None => Phase::Moved,
+        Some(_) => machine.phase(),
+    };
+    work.told.send_modify(|told| told.phase = phase);
     let guest = work.guest().await;
-    match machine.failure().cloned() {
+    match failure {
         Some(failure) => Err(Failure {
             message: [vec![failure.message], work.remarks].concat().join("; "),
             ..failure
@@ -185,6 +196,8 @@ struct Work {
     is_recorded: bool,
     /// Whether the guest runs, and is stopped for the switch.
     stops_guest: bool,
+    /// Whether it was.
+    is_stopped: bool,
     /// What differed of the copies because it was written at that moment.
     in_motion: Vec<verify::Block>,
     remarks: Vec<String>,
@@ -284,6 +297,7 @@ impl Work {
                 qemu,
                 volumes: self.volumes.clone(),
                 stops_guest: false,
+                is_stopped: false,
                 point: Point::Moving,
             },
         );
@@ -359,7 +373,10 @@ impl Work {
         self.freeze = None;
         let begun = Instant::now();
         if self.stops_guest {
+            // Whatever comes of that: who undoes it looks whether the guest stands still.
+            self.is_stopped = true;
             self.client.execute(&command::stop {}).await?;
+            self.write_down(Point::Intending).await?;
         }
         let completed = async {
             mirror::complete(&self.client, &self.volumes, self.request.limits.freeze).await?;
@@ -374,7 +391,7 @@ impl Work {
     async fn finalize(&mut self) -> Result<(), Failure> {
         let begun = Instant::now();
         let finalized = mirror::finalize(&self.client, &self.volumes).await;
-        if finalized.is_ok() && self.stops_guest {
+        if finalized.is_ok() && self.is_stopped {
             go_on(&self.client).await?;
         }
         self.freeze = self.freeze.map(|freeze| freeze + begun.elapsed());
@@ -390,7 +407,7 @@ impl Work {
             }
         });
         let are_all = |wanted| standings.iter().all(|standing| *standing == wanted);
-        if are_all(Standing::New) && self.stops_guest {
+        if are_all(Standing::New) && self.is_stopped {
             // Where a job was switched and told an error it stands still yet.
             go_on(&self.client).await?;
         }
@@ -426,18 +443,42 @@ impl Work {
     async fn release(&mut self) -> Result<(), Failure> {
         let remarks = release(&self.client, &self.volumes, self.pid).await?;
         self.remarks.extend(remarks);
+        // What could not be recorded yet is tried once more.
         if self.is_recorded {
-            return self.end_journal().await;
+            self.end_journal().await;
         }
-        // A recovery records what could not be recorded now.
-        self.journal = None;
         Ok(())
     }
 
     async fn roll_back(&mut self) -> Result<(), Failure> {
         let qemu = self.qemu.ok_or_else(out_of_order)?;
-        self.remarks = roll_back(&self.client, &self.volumes, qemu, self.stops_guest).await?;
-        self.end_journal().await
+        self.remarks = roll_back(&self.client, &self.volumes, qemu, self.is_stopped).await?;
+        self.end_journal().await;
+        Ok(())
+    }
+
+    /// A failure that left open where the guest is: what a recovery would do is done now, since no job may be left that
+    /// the guest's writes wait for. `None`: it is on its new volumes, as it should be.
+    async fn look_again(&mut self, failure: Failure) -> Option<Failure> {
+        self.journal = None;
+        let ended = match finish_moves(&self.client, &self.request.operations).await {
+            Ok(ended) => ended,
+            Err(still) => {
+                self.remarks.push(still.to_string());
+                return Some(failure);
+            }
+        };
+        let ended = ended.into_iter().find(|ended| ended.operation == self.operation);
+        let Some(ended) = ended else { return Some(failure) };
+        self.remarks.extend(ended.remarks);
+        if ended.outcome == MoveOutcome::VolumesMoved {
+            self.told
+                .send_modify(|told| told.volumes.iter_mut().for_each(|volume| volume.switched = true));
+            self.remarks.push(failure.message);
+            return None;
+        }
+        self.remarks.push(ended.outcome.text().to_owned());
+        Some(failure)
     }
 
     async fn write_down(&mut self, point: Point) -> Result<(), Failure> {
@@ -445,6 +486,7 @@ impl Work {
         let record = Record {
             volumes: self.volumes.clone(),
             stops_guest: self.stops_guest,
+            is_stopped: self.is_stopped,
             point,
             ..journal.record().clone()
         };
@@ -457,10 +499,15 @@ impl Work {
         written.map_err(|error| not_written(&error))
     }
 
-    async fn end_journal(&mut self) -> Result<(), Failure> {
-        match self.journal.take() {
-            Some(journal) => blocking(move || journal.end().map_err(|error| not_written(&error))).await,
-            None => Ok(()),
+    /// The disks are where they belong. A record that stays says nothing else, and is ended by a recovery.
+    async fn end_journal(&mut self) {
+        let Some(journal) = self.journal.take() else {
+            return;
+        };
+        if let Err(failure) = blocking(move || journal.end().map_err(|error| not_written(&error))).await {
+            self.remarks.push(format!(
+                "{failure}; the next operation on the guest ends it, or `dormouse recover`"
+            ));
         }
     }
 

@@ -15,7 +15,8 @@
 //! * **Nothing that failed a check is fed.** A page goes out only from a chunk whose checksum was right, decrypted and
 //!   decompressed. A chunk that cannot be had is told at once ([`Told::damage`]), all else is fed, and the connection
 //!   stays: the guest stands where it needs that chunk, and nowhere else.
-//! * **A page goes out once.** QEMU takes none twice. After an interruption QEMU tells what it has, and that counts.
+//! * **A page goes out once.** QEMU takes none twice. After an interruption QEMU tells what it has, and that counts. Zero
+//!   pages that nobody waits for need not go out at all: they are what QEMU's memory is where nothing came.
 //! * **Who waits comes first.** An answer stands back behind no more than one batch that is being written and what is
 //!   in the socket. It takes its neighbours along.
 //! * Pages of memory that is in larger pages go together, as QEMU needs them.
@@ -176,7 +177,7 @@ impl Feeder {
             stream.try_clone().map_err(lost)?,
             stream.try_clone().map_err(lost)?,
         );
-        let outlet = Outlet::new(&self.recording, &blocks, out);
+        let outlet = Outlet::new(&self.recording, &blocks, &self.told, out);
         match beginning {
             Beginning::Wake => {
                 let head = self.head(&blocks, &outlet)?;
@@ -384,7 +385,7 @@ impl Work<'_> {
             // The pages themselves first, their neighbours in the same breath.
             let batch = self.batch_around(unit, request.pages.start);
             let sent = self.outlet.send(&loaded, unit, request.pages.clone(), true)?
-                + self.outlet.send(&loaded, unit, batch, true)?;
+                + self.outlet.send(&loaded, unit, batch, false)?;
             self.told.answered(request.heard.elapsed());
             self.told.fed(bytes_of(sent));
             // What is read anyway goes too, as long as nobody waits for something else.
@@ -416,13 +417,14 @@ impl Work<'_> {
             if self.outlet.is_sent(unit.block, pages) {
                 continue;
             }
+            if !self.load(&mut loaded, *unit) {
+                continue;
+            }
             if let Some(limit) = &self.rate_limit
+                && loaded.holds_data(*unit)
                 && !limit.wait(bytes_of(unit.pages), &self.over)
             {
                 break;
-            }
-            if !self.load(&mut loaded, *unit) {
-                continue;
             }
             for batch in self.batches(*unit) {
                 let sent = self.outlet.send(&loaded, *unit, batch, false)?;

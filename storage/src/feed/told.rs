@@ -16,6 +16,7 @@ pub struct Told {
     times: AnswerTimes,
     loaded: AtomicBool,
     released: AtomicBool,
+    passes_zeros: AtomicBool,
     damage: Mutex<Vec<Damage>>,
 }
 
@@ -62,6 +63,7 @@ impl Told {
             times: AnswerTimes::new(),
             loaded: AtomicBool::new(false),
             released: AtomicBool::new(false),
+            passes_zeros: AtomicBool::new(false),
             damage: Mutex::default(),
         }
     }
@@ -87,6 +89,14 @@ impl Told {
         self.released.store(true, Ordering::Release);
     }
 
+    /// Lets zero pages that nobody asked for not be fed at all, which takes no time and no memory.
+    ///
+    /// Only for a QEMU that lets go of its memory, once all has come, without its main loop: whoever waits for a zero page then
+    /// may keep the main loop waiting.
+    pub fn pass_zeros(&self) {
+        self.passes_zeros.store(true, Ordering::Release);
+    }
+
     /// The chunks that could not be had so far.
     pub fn damage(&self) -> Vec<Damage> {
         self.damages().clone()
@@ -94,6 +104,11 @@ impl Told {
 
     pub(super) fn is_released(&self) -> bool {
         self.released.load(Ordering::Acquire)
+    }
+
+    /// Whether zero pages that nobody asked for are not fed.
+    pub fn passes_zeros(&self) -> bool {
+        self.passes_zeros.load(Ordering::Acquire)
     }
 
     pub(super) fn loaded(&self) {

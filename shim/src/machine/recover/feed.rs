@@ -131,6 +131,9 @@ pub async fn go_on(
         keep_image: record.keep_image,
     };
     let feeder = lazy::feeder(&image, &placed, wish)?;
+    if record.passes_zeros {
+        feeder.told().pass_zeros();
+    }
     let page_sizes = lazy::page_sizes(&client).await?;
     let stream = reconnect(&client, vm_directory).await?;
     let feed = lazy::go_on(feeder, stream, page_sizes);

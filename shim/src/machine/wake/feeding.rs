@@ -45,11 +45,19 @@ pub struct FeedRecord {
     pub monitor: PathBuf,
     /// Whether the image is kept at the end.
     pub keep_image: bool,
+    /// Whether zero pages need not be fed.
+    #[serde(default)]
+    pub passes_zeros: bool,
 }
 
 impl FeedRecord {
     /// Of a guest fed from `image` in the QEMU `pid`.
-    pub fn of(image: &Image, pid: u32, monitor: &Path, keep_image: bool) -> Result<Self, Failure> {
+    pub fn of(
+        image: &Image,
+        pid: u32,
+        monitor: &Path,
+        (keep_image, passes_zeros): (bool, bool),
+    ) -> Result<Self, Failure> {
         let gone = || Failure::new(Code::Unreachable, "QEMU has ended");
         Ok(Self {
             image: image.path().to_owned(),
@@ -57,6 +65,7 @@ impl FeedRecord {
             qemu: ProcessIdentity::of(pid).ok_or_else(gone)?,
             monitor: monitor.to_owned(),
             keep_image,
+            passes_zeros,
         })
     }
 

@@ -29,14 +29,16 @@ pub async fn recover(
     report: &Report,
 ) -> Result<ExitCode, Failure> {
     let wanted = Wanted::of(&arguments)?;
-    let mut all = look(state, &wanted)?;
-    if all.iter().any(|found| matches!(found, Found::UnderWay(_))) {
-        drop(all);
+    let look_at_all = || {
+        let (all, moves) = (look(state, &wanted)?, volumes::look(state, &wanted)?);
+        Ok::<_, Failure>((all, moves, wakes::look(state, &wanted)?))
+    };
+    let (mut all, mut moves, mut wakes) = look_at_all()?;
+    if all.iter().any(is_under_way) || moves.iter().any(is_under_way) || wakes.iter().any(is_under_way) {
+        drop((all, moves, wakes));
         tokio::time::sleep(SECOND_LOOK).await;
-        all = look(state, &wanted)?;
+        (all, moves, wakes) = look_at_all()?;
     }
-    let moves = volumes::look(state, &wanted)?;
-    let wakes = wakes::look(state, &wanted)?;
     // A wake that was interrupted before its guest was told to run is undone first, and leaves nothing to feed.
     let is_fed = !feeds::look(state, &wanted).is_empty();
     if all.is_empty() && moves.is_empty() && wakes.is_empty() && !is_fed {
@@ -60,10 +62,15 @@ pub async fn recover(
     Ok(worst.map_or(ExitCode::SUCCESS, |code| ExitCode::from(code.exit_code())))
 }
 
-/// Before a VM of this name starts: what a killed supervisor left, and whose QEMU is gone as well, is swept up.
-pub async fn sweep(name: &str, state: &StateDir) {
+fn is_under_way<R>(found: &Found<R>) -> bool {
+    matches!(found, Found::UnderWay(_))
+}
+
+/// Before a VM of this name starts: what a killed supervisor left, and whose QEMU is gone as well, is swept up. Fails where
+/// nobody can say which volumes are the guest's.
+pub async fn sweep(name: &str, state: &StateDir) -> Result<(), Failure> {
+    volumes::sweep(name, state).await?;
     wakes::sweep(name, state).await;
-    volumes::sweep(name, state).await;
     for found in journal::find(&state.operations()).unwrap_or_default() {
         let Found::Interrupted(journal) = found else {
             continue;
@@ -82,6 +89,7 @@ pub async fn sweep(name: &str, state: &StateDir) {
             Err(failure) => tracing::warn!(%failure, "{title}: `dormouse recover` says what is to be done"),
         }
     }
+    Ok(())
 }
 
 /// An image whose hibernation was interrupted is not woken while the QEMU that it was saved from is there: one of the two

@@ -20,7 +20,8 @@
 //!
 //! Between *Mirroring* and *Ready* is *Verifying*, where that was asked for: the copies are compared while they are kept in
 //! step. *Ready* is for a switch by hand: the volumes are kept in step until somebody says so. In *Completing* the guest's
-//! writes begin to wait, so it is limited in time; once all stand still *Finalizing* takes milliseconds.
+//! writes begin to wait, so it is limited in time; once all stand still *Finalizing* takes milliseconds. What ends
+//! *Uncertain* is looked at once more at once, as a recovery does.
 
 use std::time::Duration;
 
@@ -178,7 +179,11 @@ impl Machine {
 
     /// Whether the switch waits for somebody's word, now or once the volumes are in step.
     pub fn waits_for_a_word(&self) -> bool {
-        self.by_hand && !self.is_over()
+        let is_on_its_way = matches!(
+            self.phase,
+            Phase::Preflight | Phase::Attaching | Phase::Mirroring | Phase::Verifying | Phase::Ready
+        );
+        self.by_hand && self.failure.is_none() && is_on_its_way
     }
 
     /// Whether anything is still to be copied at a pace that somebody chooses.
@@ -595,6 +600,19 @@ mod tests {
             machine.step(input);
         }
         assert_eq!(machine.step(Input::Done), Some(Effect::Intend));
+    }
+
+    #[test]
+    fn a_switch_that_is_called_off_waits_for_no_word() {
+        for input in [Input::CancelRequested, Input::LimitReached(LIMIT)] {
+            let (mut machine, _) = Machine::begin(true, false);
+            machine.step(Input::Done);
+            assert!(machine.waits_for_a_word());
+            machine.step(input);
+            assert!(!machine.waits_for_a_word(), "{:?}", machine.phase());
+            machine.step(Input::Done);
+            assert!(!machine.waits_for_a_word(), "{:?}", machine.phase());
+        }
     }
 
     /// The disks of a model QEMU: whether they are switched, and what is written down.

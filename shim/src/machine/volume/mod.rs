@@ -7,12 +7,14 @@
 pub mod bitmaps;
 pub mod grow;
 pub mod machine;
+pub mod made;
 pub mod mirror;
 pub mod nodes;
 pub mod plan;
 pub mod record;
 pub mod recorded;
 pub mod runner;
+pub mod standing;
 pub mod target;
 pub mod verify;
 pub mod word;

@@ -25,14 +25,12 @@ impl MovingGuest {
     /// The name of its only disk.
     pub const DISK: &str = "ide0-hd0";
 
-    /// Starts it, with these arguments for QEMU beside its own.
-    pub fn start(build: QemuBuild, more: &[&str]) -> Self {
-        Self::start_with(build, |_| {
-            more.iter().map(|&argument| argument.to_owned()).collect()
-        })
+    /// Starts it.
+    pub fn start(build: QemuBuild) -> Self {
+        Self::start_with(build, |_| Vec::new())
     }
 
-    /// The same, with arguments that name files in the laboratory.
+    /// The same, with more arguments for QEMU.
     pub fn start_with(build: QemuBuild, more: impl FnOnce(&Lab) -> Vec<String>) -> Self {
         let lab = Lab::new();
         let dormouse = Dormouse::new(&lab);
@@ -54,7 +52,8 @@ impl MovingGuest {
         self.guest.monitor()
     }
 
-    fn arguments(&self, volumes: &[String], more: &[&str]) -> Vec<String> {
+    /// What Dormouse is told to move these volumes.
+    pub fn arguments(&self, volumes: &[String], more: &[&str]) -> Vec<String> {
         let socket = self.guest.monitor_socket().display().to_string();
         let mut arguments: Vec<String> = ["volume", "move", "--json", "--qmp", &socket]
             .map(str::to_owned)
@@ -64,6 +63,11 @@ impl MovingGuest {
         }
         arguments.extend(more.iter().map(|&option| option.to_owned()));
         arguments
+    }
+
+    /// Moves these volumes.
+    pub fn moves(&self, volumes: &[String], more: &[&str]) -> Outcome {
+        self.dormouse.execute(&self.arguments(volumes, more))
     }
 
     /// Moves its disk.

@@ -158,7 +158,7 @@ fn changed(arguments: &[String], from: &str, to: &str) -> Vec<String> {
 
 /// The printed arguments with twice the RAM.
 fn with_more_ram(arguments: &[String]) -> Vec<String> {
-    let mut changed = changed(arguments, "size=67108864", "size=134217728");
+    let mut changed = arguments.to_vec();
     let at = changed.iter().position(|word| word == "-m").unwrap();
     changed[at + 1] = "128".to_owned();
     changed

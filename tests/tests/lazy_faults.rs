@@ -14,15 +14,15 @@ const IMAGE_INVALID: i32 = 8;
 
 const BUILDS: [QemuBuild; 3] = [QemuBuild::V7_2, QemuBuild::V10_0, QemuBuild::V11_1];
 
-/// So slow that there is a middle: 20 s for all.
-const SLOWLY: [&str; 4] = ["--mode", "lazy", "--rate-limit", "3M"];
+/// So slow that there is a middle: the guest holds 17 MiB.
+const SLOWLY: [&str; 4] = ["--mode", "lazy", "--rate-limit", "2M"];
 
 /// A guest that has a part of its memory.
 fn half_fed(build: QemuBuild, options: &[&str]) -> (Scene, PathBuf, Supervisor) {
     let scene = Scene::new(build);
     let image = scene.hibernated();
     let woken = scene.dormouse.wake("guest", &image, &[&SLOWLY, options].concat());
-    scene.wait_for_fed_share(0.3);
+    scene.wait_for_fed_share(0.1);
     (scene, image, woken)
 }
 
@@ -217,7 +217,11 @@ fn memory_that_is_still_coming_is_not_saved_and_it_is_told_for_how_long() {
             (migration["status"] == "postcopy-paused").then_some(())
         });
         saved("`dormouse recover`");
-        scene.dormouse.recover(&[]).expect_success();
+        let recovered = scene.dormouse.recover(&["--rate-limit", "5M"]).expect_success();
+        let told = recovered.objects();
+        let is_middle =
+            |line: &Value| line["phase"] == "Feeding" && line["bytes"].as_u64() < line["total"].as_u64();
+        assert!(told.iter().any(is_middle), "{told:#?}");
         scene.guest.wait_for_more_ticks();
         assert!(!other.exists());
     }
@@ -236,7 +240,7 @@ fn an_encrypted_feed_takes_its_key_again() {
     dormouse.finish(hibernating).expect_success();
     supervisor.wait_for_end();
     let mut woken = dormouse.wake("guest", &image, &[&SLOWLY[..], &key].concat());
-    scene.wait_for_fed_share(0.3);
+    scene.wait_for_fed_share(0.1);
     woken.kill();
     let without = dormouse.recover(&["guest"]);
     assert_ne!(without.exit_code(), Some(0));

@@ -51,7 +51,7 @@ fn sectors_in(moving: &MovingGuest, image: &Path) -> u32 {
 #[test]
 fn bitmaps_go_with_the_disk_and_miss_no_write_on_every_qemu() {
     for build in [QemuBuild::V7_2, QemuBuild::V10_0, QemuBuild::V11_1] {
-        let moving = MovingGuest::start(build, &[]);
+        let moving = MovingGuest::start(build);
         let [second, third] = ["second.qcow2", "third.qcow2"].map(|name| moving.lab.path(name));
         moving.monitor().stop();
         add_bitmap(&moving, "since-first", json!({}));
@@ -99,7 +99,7 @@ fn bitmaps_go_with_the_disk_and_miss_no_write_on_every_qemu() {
 
 #[test]
 fn bitmaps_that_would_be_lost_are_told_and_only_lost_by_agreement() {
-    let moving = MovingGuest::start(QemuBuild::V10_0, &[]);
+    let moving = MovingGuest::start(QemuBuild::V10_0);
     let [second, third] = ["second.qcow2", "third.img"].map(|name| moving.lab.path(name));
     moving
         .moves_to(&second, ",create,format=qcow2", &[])

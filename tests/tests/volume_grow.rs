@@ -50,7 +50,7 @@ fn grow(moving: &MovingGuest, size: &str) -> Outcome {
 #[test]
 fn a_disk_grows_to_all_of_its_larger_volume_on_every_qemu() {
     for build in [QemuBuild::V7_2, QemuBuild::V10_0, QemuBuild::V11_1] {
-        let moving = MovingGuest::start(build, &[]);
+        let moving = MovingGuest::start(build);
         let volume = larger(&moving.lab, "volume");
         moving.moves_to(&volume, "", &[]).expect_success();
         assert_eq!(size(&moving.guest), DISK_BYTES, "{build}");
@@ -81,7 +81,7 @@ fn a_disk_grows_to_all_of_its_larger_volume_on_every_qemu() {
 
 #[test]
 fn a_disk_grows_to_all_of_a_block_device_and_a_qcow2_image_to_what_is_said() {
-    let moving = MovingGuest::start(QemuBuild::V10_0, &[]);
+    let moving = MovingGuest::start(QemuBuild::V10_0);
     let device = LoopDevice::with_old_data(&moving.lab, 1040);
     let image = moving.lab.path("image.qcow2");
     moving.moves_to(device.path(), "", &[]).expect_success();
@@ -176,6 +176,7 @@ fn a_guest_whose_growth_was_interrupted_is_saved_and_woken() {
     SectorWriter::wait_for_more_sectors_on(&volume, 100);
     assert_eq!(size(&guest), LARGER_BYTES);
     grow_supervised(&dormouse).expect_success();
+    assert_eq!(dormouse.status("guest").result()["operation"]["phase"], "Grown");
     guest.expect_no_complaint();
 }
 

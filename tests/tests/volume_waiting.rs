@@ -176,6 +176,7 @@ fn a_volume_that_is_not_there_is_waited_for_as_long_as_was_said() {
     let late = scene.dormouse.finish(late).expect_exit(TIMED_OUT);
     assert!(late.stdout.contains("is not there after 1s"), "{late:#?}");
     assert_eq!(scene.block_nodes(), before);
+    assert_eq!(scene.operation()["waiting"], json!(null));
 
     let moving = scene.start_moving(&target, "", &["--wait-for-target", "600"]);
     scene.wait_for_operation("the volume to be waited for", |now| {

@@ -97,6 +97,8 @@ pub struct DamagedMemory {
     pub length: u64,
     /// Why.
     pub why: String,
+    /// Whether it may come yet: storage did not give it, and is asked again.
+    pub may_come: bool,
 }
 
 impl From<&View> for MemoryFeed {
@@ -127,6 +129,7 @@ impl From<&View> for MemoryFeed {
                     offset: damage.offset,
                     length: damage.length.0,
                     why: damage.why,
+                    may_come: damage.may_come,
                 })
                 .collect(),
         }
@@ -234,6 +237,9 @@ pub enum NewOperation {
         /// Whether dirty bitmaps that cannot go with their disk may be lost.
         #[serde(default)]
         drop_bitmaps: bool,
+        /// Whether the copies are compared before the switch.
+        #[serde(default)]
+        verify: bool,
         /// What is done when a new volume is full.
         #[serde(default)]
         when_full: WhenFull,

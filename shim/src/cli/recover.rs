@@ -17,7 +17,6 @@ use crate::error::{Code, Failure, GuestState};
 use crate::journal::{self, Found, Record, Written};
 use crate::machine::recover::runner::recover as recover_one;
 use crate::machine::recover::{Outcome, Recovered};
-use crate::machine::{volume, wake};
 use crate::supervisor::ending::{How, LastEnding};
 use crate::supervisor::state_dir::StateDir;
 
@@ -30,17 +29,16 @@ pub async fn recover(
     report: &Report,
 ) -> Result<ExitCode, Failure> {
     let wanted = Wanted::of(&arguments)?;
-    let mut interrupted = Interrupted::look(state, &wanted)?;
-    if interrupted.is_any_under_way() {
-        drop(interrupted);
+    let look_at_all = || {
+        let (all, moves) = (look(state, &wanted)?, volumes::look(state, &wanted)?);
+        Ok::<_, Failure>((all, moves, wakes::look(state, &wanted)?))
+    };
+    let (mut all, mut moves, mut wakes) = look_at_all()?;
+    if all.iter().any(is_under_way) || moves.iter().any(is_under_way) || wakes.iter().any(is_under_way) {
+        drop((all, moves, wakes));
         tokio::time::sleep(SECOND_LOOK).await;
-        interrupted = Interrupted::look(state, &wanted)?;
+        (all, moves, wakes) = look_at_all()?;
     }
-    let Interrupted {
-        hibernations: all,
-        wakes,
-        moves,
-    } = interrupted;
     // A wake that was interrupted before its guest was told to run is undone first, and leaves nothing to feed.
     let is_fed = !feeds::look(state, &wanted).is_empty();
     if all.is_empty() && moves.is_empty() && wakes.is_empty() && !is_fed {
@@ -66,34 +64,15 @@ pub async fn recover(
     Ok(worst.map_or(ExitCode::SUCCESS, |code| ExitCode::from(code.exit_code())))
 }
 
-/// All that has a record.
-struct Interrupted {
-    hibernations: Vec<Found>,
-    wakes: Vec<Found<wake::record::Record>>,
-    moves: Vec<Found<volume::record::Record>>,
+fn is_under_way<R>(found: &Found<R>) -> bool {
+    matches!(found, Found::UnderWay(_))
 }
 
-impl Interrupted {
-    fn look(state: &StateDir, wanted: &Wanted) -> Result<Self, Failure> {
-        Ok(Self {
-            hibernations: look(state, wanted)?,
-            wakes: wakes::look(state, wanted)?,
-            moves: volumes::look(state, wanted)?,
-        })
-    }
-
-    fn is_any_under_way(&self) -> bool {
-        fn is_any<R>(found: &[Found<R>]) -> bool {
-            found.iter().any(|found| matches!(found, Found::UnderWay(_)))
-        }
-        is_any(&self.hibernations) || is_any(&self.wakes) || is_any(&self.moves)
-    }
-}
-
-/// Before a VM of this name starts: what a killed supervisor left, and whose QEMU is gone as well, is swept up.
-pub async fn sweep(name: &str, state: &StateDir) {
+/// Before a VM of this name starts: what a killed supervisor left, and whose QEMU is gone as well, is swept up. Fails where
+/// nobody can say which volumes are the guest's.
+pub async fn sweep(name: &str, state: &StateDir) -> Result<(), Failure> {
+    volumes::sweep(name, state).await?;
     wakes::sweep(name, state).await;
-    volumes::sweep(name, state).await;
     for found in journal::find(&state.operations()).unwrap_or_default() {
         let Found::Interrupted(journal) = found else {
             continue;
@@ -112,6 +91,7 @@ pub async fn sweep(name: &str, state: &StateDir) {
             Err(failure) => tracing::warn!(%failure, "{title}: `dormouse recover` says what is to be done"),
         }
     }
+    Ok(())
 }
 
 /// An image whose hibernation was interrupted is not woken while the QEMU that it was saved from is there: one of the two

@@ -66,6 +66,10 @@ pub struct MoveArguments {
     /// backing images; without this they are refused
     #[arg(long)]
     drop_bitmaps: bool,
+    /// Compare the copies with the old volumes before the switch, while the guest goes on; a copy that differs is not
+    /// switched to. For raw volumes
+    #[arg(long)]
+    verify: bool,
     /// What is done when a new volume is full
     #[arg(long, value_enum, default_value_t)]
     on_enospc: WhenFull,
@@ -151,6 +155,7 @@ async fn move_volumes(
                 speed_limit_bytes: arguments.speed.map(|speed| speed.0),
                 complete_by_hand: by_hand,
                 drop_bitmaps: arguments.drop_bitmaps,
+                verify: arguments.verify,
                 when_full: arguments.on_enospc,
                 wait_for_target_ms: arguments.wait_for_target.map(as_ms),
                 timeout_ms: limits.total.map(as_ms),
@@ -173,6 +178,7 @@ async fn move_volumes(
                 speed_limit: arguments.speed,
                 by_hand,
                 drop_bitmaps: arguments.drop_bitmaps,
+                verify: arguments.verify,
                 when_full: arguments.on_enospc,
                 wait_for_target: arguments.wait_for_target,
                 limits,

@@ -51,7 +51,7 @@ pub async fn wake(arguments: WakeArguments, state: &StateDir, report: &Report) -
     let ram_dir = arguments.supervision.ram_dir.as_deref();
     let directory = state.claim(&name, ram_dir).await?;
     recover::check_not_interrupted(&arguments.image, state)?;
-    recover::sweep(&name, state).await;
+    recover::sweep(&name, state).await?;
     let request = request(&arguments)?;
     let surroundings = Surroundings {
         vm_directory: directory.path(),

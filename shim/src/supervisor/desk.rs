@@ -1,5 +1,6 @@
 //! Where operations are begun, waited for and cancelled: one at a time. The [`RequestQueue`] decides, this acts.
 
+use std::pin::Pin;
 use std::time::Duration;
 
 use rustix::process::Signal;
@@ -14,6 +15,7 @@ use crate::api::types::{NewOperation, Operation, OperationKind};
 use crate::error::{Code, Failure};
 use crate::machine::hibernate::machine::CancelAnswer;
 use crate::machine::hibernate::runner::Cancel;
+use crate::machine::recover::earlier_moves::finish_moves;
 use crate::machine::volume::word::{Said, Word};
 use crate::machine::wake::feeding::View;
 use crate::machine::{suspend, volume};
@@ -23,6 +25,9 @@ const FAREWELL: Duration = Duration::from_secs(2);
 
 /// Answers to cancels on behalf of others that may wait.
 const ANSWERS: usize = 8;
+
+/// What is done for an operation.
+type Work = Pin<Box<dyn Future<Output = ()> + Send>>;
 
 /// Who waits for a request's answer.
 type Ticket = oneshot::Sender<Result<Begun, Failure>>;
@@ -217,10 +222,10 @@ impl Desk {
         let client = handle.client.clone();
         let prepared = Prepared::new(id, wish.kind());
         let (documents, cancel, word) = (prepared.watch(), prepared.cancel(), prepared.word());
-        let task = match wish {
+        let work: Work = match wish {
             NewOperation::Hibernate { .. } => {
                 let request = hibernation(wish, patience, handle)?;
-                tokio::spawn(async move {
+                Box::pin(async move {
                     match prepared.hibernate(client, request).await {
                         Ok(report) => tracing::info!(image = %report.image.display(), "hibernated"),
                         Err(failure) => {
@@ -231,7 +236,7 @@ impl Desk {
             }
             NewOperation::Snapshot(wish) => {
                 let request = snapshot(wish, patience, handle)?;
-                tokio::spawn(async move {
+                Box::pin(async move {
                     match prepared.hibernate(client, request).await {
                         Ok(report) => tracing::info!(image = %report.image.display(), "snapshot taken"),
                         Err(failure) => {
@@ -245,7 +250,7 @@ impl Desk {
                     agent: agent.map(absolute).transpose()?,
                     limit: Duration::from_millis(limit_ms),
                 };
-                tokio::spawn(async move {
+                Box::pin(async move {
                     match prepared.suspend_to_disk(client, request).await {
                         Ok(report) => tracing::info!(agent = %report.agent.display(), "suspended to disk"),
                         Err(failure) => {
@@ -256,7 +261,7 @@ impl Desk {
             }
             NewOperation::MoveVolumes { .. } => {
                 let request = volume_move(wish, handle)?;
-                tokio::spawn(async move {
+                Box::pin(async move {
                     match prepared.move_volumes(client, request).await {
                         Ok(report) => tracing::info!(volumes = report.volumes.len(), "volumes moved"),
                         Err(failure) => {
@@ -271,7 +276,7 @@ impl Desk {
                     size_bytes,
                     command_line: handle.machine().command_line,
                 };
-                tokio::spawn(async move {
+                Box::pin(async move {
                     match prepared.grow_volume(client, request).await {
                         Ok(grown) => tracing::info!(to_bytes = grown.to_bytes, "{} grew", grown.disk),
                         Err(failure) => tracing::warn!(code = ?failure.code, %failure, "no disk grew"),
@@ -279,6 +284,13 @@ impl Desk {
                 })
             }
         };
+        let (client, moves) = (handle.client.clone(), handle.moves.clone());
+        let task = tokio::spawn(async move {
+            if let Err(failure) = finish_moves(&client, &moves).await {
+                tracing::warn!(%failure, "an earlier move is not over");
+            }
+            work.await;
+        });
         self.running = Some(Running {
             id,
             task,

@@ -454,6 +454,7 @@ fn volume_move(wish: NewOperation, handle: &Handle) -> Result<volume::Request, F
         speed_limit_bytes,
         complete_by_hand,
         drop_bitmaps,
+        verify,
         when_full,
         wait_for_target_ms,
         timeout_ms,
@@ -471,6 +472,7 @@ fn volume_move(wish: NewOperation, handle: &Handle) -> Result<volume::Request, F
         speed_limit: speed_limit_bytes.map(ByteCount),
         by_hand: complete_by_hand,
         drop_bitmaps,
+        verify,
         when_full,
         wait_for_target: wait_for_target_ms.map(Duration::from_millis),
         limits: volume::Limits {

@@ -197,10 +197,11 @@ impl Prepared {
     ) -> Result<volume::grow::Grown, Failure> {
         let Self { document, .. } = self;
         let outcome = volume::grow::grow(&client, &request).await;
-        let phase = if outcome.is_ok() { "Grown" } else { "Failed" };
+        let phase = match outcome {
+            Ok(_) => volume::grow::Phase::Grown,
+            Err(_) => volume::grow::Phase::Failed,
+        };
         let ending = |grown: &volume::grow::Grown| Ending::VolumeGrown(grown.clone().into());
-        publish(&document, |operation| operation.phase = phase.to_owned());
-        let phase = document.borrow().phase.clone();
         conclude(&document, phase, outcome.as_ref().map(ending));
         outcome
     }
@@ -228,6 +229,8 @@ fn conclude(
 ) {
     publish(document, |operation| {
         operation.phase = word(phase);
+        // What is over waits for nothing.
+        operation.waiting = None;
         match outcome {
             Ok(ending) => operation.result = Some(ending),
             Err(failure) => operation.error = Some(Problem::from(failure)),

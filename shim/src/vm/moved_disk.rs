@@ -114,12 +114,16 @@ fn short_form(option: &str) -> Option<usize> {
 }
 
 fn move_drive(options: &mut Options, key: &str, disk: &MovedDisk) {
-    let below: Vec<String> = options
+    // What is the old format's own the new one does not know.
+    let of_the_format: Vec<String> = options
         .pairs()
         .map(|(key, _)| key.to_owned())
-        .filter(|key| key.starts_with("backing") || key == "size" || key == "offset")
+        .filter(|key| {
+            let first = key.split('.').next().unwrap_or_default();
+            !OF_DRIVES.contains(&first) && !OF_ALL_FORMATS.contains(&first)
+        })
         .collect();
-    for key in below.iter().filter(|_| disk.format.is_some()) {
+    for key in of_the_format.iter().filter(|_| disk.format.is_some()) {
         options.remove(key);
     }
     options.set(key, disk.new.to_string_lossy());
@@ -143,6 +147,41 @@ fn protocol(disk: &MovedDisk) -> &'static str {
         "file"
     }
 }
+
+/// What `-drive` has beside the options of the format.
+const OF_DRIVES: &[&str] = &[
+    "if",
+    "bus",
+    "unit",
+    "index",
+    "media",
+    "id",
+    "format",
+    "snapshot",
+    "aio",
+    "rerror",
+    "werror",
+    "readonly",
+    "copy-on-read",
+    "throttling",
+    "group",
+    "bps",
+    "bps_rd",
+    "bps_wr",
+    "bps_max",
+    "bps_rd_max",
+    "bps_wr_max",
+    "iops",
+    "iops_rd",
+    "iops_wr",
+    "iops_max",
+    "iops_rd_max",
+    "iops_wr_max",
+    "iops_size",
+    "stats-account-invalid",
+    "stats-account-failed",
+    "stats-intervals",
+];
 
 /// What every format has.
 const OF_ALL_FORMATS: &[&str] = &[
@@ -171,19 +210,24 @@ fn move_nodes(line: &[String], disk: &MovedDisk, names_old: impl Fn(&str) -> boo
     let file = nodes
         .iter()
         .position(|(_, node)| node.value("filename").is_some_and(&names_old));
+    let above = |below: usize| {
+        let name = nodes[below].1.value("node-name")?;
+        nodes
+            .iter()
+            .position(|(_, node)| node.value("file") == Some(name))
+    };
     let format = match file {
-        Some(file) => {
-            let name = nodes[file].1.value("node-name")?.to_owned();
-            nodes
-                .iter()
-                .position(|(_, node)| node.value("file") == Some(&name) && is_ours(node))
-        }
+        Some(file) => above(file),
         None => Some(
             nodes
                 .iter()
                 .position(|(_, node)| node.value("file.filename").is_some_and(&names_old))?,
         ),
     };
+    // What is between the file and the disk is more than a format.
+    if format.and_then(above).is_some() {
+        return None;
+    }
     let Some(format) = format else {
         // A device that is on the file's node itself can only be where bytes are bytes.
         if new_format != "raw" || disk.pinned_bytes.is_some() {
@@ -303,6 +347,53 @@ mod tests {
             ..disk("raw")
         };
         assert!(moved(&line, &pinned).unwrap()[2].ends_with("format=raw,size=512"));
+    }
+
+    #[test]
+    fn a_drive_keeps_no_option_of_a_format_that_it_has_left() {
+        let options = "l2-cache-size=4M,lazy-refcounts=on,cache-clean-interval=9,encrypt.format=luks,encrypt.key-secret=k,\
+                       key-secret=k,pass-discard-request=on,overlap-check=all,offset=512,size=1M";
+        let drive = format!(
+            "file=a.img,format=qcow2,{options},if=virtio,cache=none,aio=native,bps=5,file.locking=off"
+        );
+        assert_eq!(
+            moved(&["qemu", "-drive", &drive], &disk("raw")).unwrap()[2],
+            "if=virtio,cache=none,aio=native,bps=5,file.locking=off,file=/new/b,format=raw"
+        );
+    }
+
+    #[test]
+    fn nodes_that_were_moved_before_have_other_names_in_qemu_than_on_the_line() {
+        let line = [
+            "qemu",
+            "-blockdev",
+            "driver=file,node-name=prot,filename=/old/a.img",
+            "-blockdev",
+            "driver=qcow2,node-name=fmt,file=prot",
+        ];
+        let again = MovedDisk {
+            old_nodes: ["dm1-0-format", "dm1-0-file"].map(str::to_owned).to_vec(),
+            ..disk("raw")
+        };
+        let now = moved(&line, &again).unwrap();
+        assert!(
+            now[4].contains("driver=raw") && !now[4].contains("qcow2"),
+            "{now:?}"
+        );
+    }
+
+    #[test]
+    fn a_disk_with_more_above_its_file_than_a_format_is_left_alone() {
+        let line = [
+            "qemu",
+            "-blockdev",
+            "driver=file,node-name=prot,filename=/old/a.img",
+            "-blockdev",
+            "driver=throttle,node-name=between,throttle-group=g,file=prot",
+            "-blockdev",
+            "driver=qcow2,node-name=fmt,file=between",
+        ];
+        assert_eq!(moved(&line, &disk("raw")), None);
     }
 
     #[test]

@@ -217,7 +217,10 @@ async fn follow(
         operation = tokio::select! {
             news = supervisor.news(id, operation.version) => news.map_err(|failure| {
                 failure.while_doing(match operation.kind {
-                    OperationKind::MoveVolumes => "the volumes may have been switched, `dormouse recover` finds out",
+                    OperationKind::MoveVolumes => {
+                        "the volumes may have been switched: the guest's next operation ends that, or, where the supervisor \
+                         is gone, `dormouse recover`"
+                    }
                     OperationKind::GrowVolume => "the disk may have grown, growing it again makes sure",
                     _ => "it may have ended well, look at the image or the guest's disk",
                 })

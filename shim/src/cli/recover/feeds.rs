@@ -1,18 +1,24 @@
 //! The part of `dormouse recover` for guests that were being fed from their images.
 
+use std::convert::Infallible;
 use std::fs;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use dormouse_storage::{ByteCount, ImageKey};
 use serde_json::json;
+use tokio::sync::oneshot;
 use uuid::Uuid;
 
 use super::Wanted;
-use crate::cli::report::Report;
+use crate::cli::report::{Progress, Report};
 use crate::error::{Code, Failure};
 use crate::machine::recover::feed::{FeedOutcome, go_on};
-use crate::machine::wake::feeding::FeedRecord;
+use crate::machine::wake::feeding::{FeedRecord, View};
 use crate::supervisor::state_dir::StateDir;
+
+/// How often progress is told.
+const PROGRESS_INTERVAL: Duration = Duration::from_millis(200);
 
 /// A VM that is or was being fed.
 pub(super) struct Fed {
@@ -83,7 +89,14 @@ async fn one(
     let name = &fed.name;
     let record = fed.record.as_ref().map_err(Failure::clone)?;
     let image = record.image.display();
-    let (bytes, text) = match go_on(record, &fed.directory, key, rate_limit).await? {
+    let (begun, view) = oneshot::channel();
+    // Whoever looks is there as long as this is awaited.
+    let begun = |view| drop(begun.send(view));
+    let outcome = tokio::select! {
+        outcome = go_on(record, &fed.directory, key, rate_limit, begun) => outcome?,
+        never = follow(view, report) => match never {},
+    };
+    let (bytes, text) = match outcome {
         FeedOutcome::Complete(fed) => (
             fed.numbers.fed.0,
             format!(
@@ -100,4 +113,27 @@ async fn one(
         &text,
     );
     Ok(())
+}
+
+/// Tells how far it is, until nobody waits any more.
+async fn follow(view: oneshot::Receiver<View>, report: &Report) -> Infallible {
+    let progress = Cleared(report.progress());
+    if let Ok(view) = view.await {
+        let mut look = tokio::time::interval(PROGRESS_INTERVAL);
+        loop {
+            look.tick().await;
+            let (_, numbers, _) = view.state();
+            progress.0.tell_work("Feeding", numbers.fed.0, numbers.total.0);
+        }
+    }
+    std::future::pending().await
+}
+
+/// Progress that goes off the terminal with whoever told it.
+struct Cleared(Progress);
+
+impl Drop for Cleared {
+    fn drop(&mut self) {
+        self.0.finish();
+    }
 }

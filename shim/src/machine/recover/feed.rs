@@ -26,7 +26,7 @@ use tokio::time::Instant;
 
 use crate::error::{Code, Failure, GuestState, sentence};
 use crate::machine::effect::blocking;
-use crate::machine::wake::feeding::{FeedRecord, Feeding, Spent};
+use crate::machine::wake::feeding::{FeedRecord, Feeding, Spent, View};
 use crate::machine::wake::lazy::{self, FeedWish};
 use crate::machine::wake::plan::placed_blocks;
 use crate::machine::wake::resume;
@@ -68,12 +68,13 @@ enum Held {
     ByAnother(Failure),
 }
 
-/// Feeds the guest to the end. The record goes when it has all, and stays on every failure.
+/// Feeds the guest to the end. The record goes when it has all, and stays on every failure. `begun`: told what is seen of it.
 pub async fn go_on(
     record: &FeedRecord,
     vm_directory: &Path,
     key: Option<ImageKey>,
     rate_limit: Option<ByteCount>,
+    begun: impl FnOnce(View),
 ) -> Result<FeedOutcome, Failure> {
     let held = match hold(record, key).await? {
         Held::UsedUp if !record.shall_run || !record.qemu.is_alive() => {
@@ -140,10 +141,14 @@ pub async fn go_on(
         keep_image: record.keep_image,
     };
     let feeder = lazy::feeder(&image, &placed, wish)?;
+    if record.passes_zeros {
+        feeder.told().pass_zeros();
+    }
     let page_sizes = lazy::page_sizes(&client).await?;
     let stream = reconnect(&client, vm_directory).await?;
     let feed = lazy::go_on(feeder, stream, page_sizes);
     let feeding = Feeding::new(feed, image, record.keep_image);
+    begun(feeding.view());
     // It is fed meanwhile, and to the end, whatever comes of this.
     let has_run = run_if_it_shall(record, &client, vm_directory).await;
     let (fed, _) = feeding.run(vm_directory).await.map_err(|unfed| unfed.failure)?;

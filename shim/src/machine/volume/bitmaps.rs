@@ -206,6 +206,7 @@ mod tests {
             is_block_device: false,
             create: true,
             size_bytes: 512,
+            identity: None,
         }
     }
 

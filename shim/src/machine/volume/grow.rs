@@ -7,8 +7,8 @@
 
 use std::path::{Path, PathBuf};
 
-use dormouse_qmp::Client;
 use dormouse_qmp::view::block::{BlockInfo, BlockNode};
+use dormouse_qmp::{Client, CommandError};
 use serde_json::{Value, json};
 
 use super::nodes::Names;
@@ -30,6 +30,15 @@ pub struct Request {
     pub size_bytes: Option<u64>,
     /// QEMU's command line, as far as it is known: QEMU does not tell all that a node was opened with.
     pub command_line: Vec<String>,
+}
+
+/// Where it is, once it is over.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Phase {
+    /// Done.
+    Grown,
+    /// Ended with the disk as it was.
+    Failed,
 }
 
 /// A disk that has grown.
@@ -79,18 +88,25 @@ pub async fn grow(client: &Client, request: &Request) -> Result<Grown, Failure> 
         check_pin(root, node).map_err(refused)?;
         set_pin(client, (root, below, node), &request.command_line, None).await?;
     }
-    if let Err(failure) = resize(client, root, to_bytes).await {
-        if let (true, Some(below)) = (is_pinned, below) {
+    let resize = json!({"node-name": root, "size": to_bytes});
+    if let Err(error) = client.execute_raw("block_resize", resize).await {
+        // What QEMU refused the guest was not told. Whatever else went wrong, it may have been, and may use all of it.
+        let was_refused = matches!(error, CommandError::Qemu { .. });
+        let failure = Failure::from(error).while_doing(&label);
+        if let (true, true, Some(below)) = (was_refused, is_pinned, below) {
             let pinned = Some(from_bytes);
             set_pin(client, (root, below, node), &request.command_line, pinned)
                 .await
                 .map_err(|again| Failure {
                     code: Code::Operator,
-                    ..again.while_doing(&format!("{label}: {failure}; it does not get its size back"))
+                    ..again.while_doing(&format!("{failure}; it does not get its size back"))
                 })?;
         }
-        return Err(failure.while_doing(&label));
+        return Err(failure);
     }
+    check_size(client, root, to_bytes)
+        .await
+        .map_err(|failure| failure.while_doing(&label))?;
     Ok(Grown {
         disk: label,
         volume,
@@ -99,10 +115,8 @@ pub async fn grow(client: &Client, request: &Request) -> Result<Grown, Failure> 
     })
 }
 
-/// Tells the guest, and looks whether it is so.
-async fn resize(client: &Client, root: &str, to_bytes: u64) -> Result<(), Failure> {
-    let resize = json!({"node-name": root, "size": to_bytes});
-    client.execute_raw("block_resize", resize).await?;
+/// Looks whether it is so.
+async fn check_size(client: &Client, root: &str, to_bytes: u64) -> Result<(), Failure> {
     let graph = Graph::of(client).await?;
     match graph.node(root).and_then(size_of) {
         Some(size) if size == to_bytes => Ok(()),

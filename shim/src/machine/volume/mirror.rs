@@ -236,8 +236,10 @@ pub async fn get_in_step(
             }
             asked = true;
         }
-        let in_step =
-            all_ready && (both_sides != BothSides::WhenNeeded || jobs.iter().all(|job| job.both_sides));
+        // A job that waits for room was in step before, at the most.
+        let in_step = all_ready
+            && !is_full
+            && (both_sides != BothSides::WhenNeeded || jobs.iter().all(|job| job.both_sides));
         if in_step {
             return Ok(());
         }
@@ -479,6 +481,7 @@ fn progress(volumes: &[Volume], jobs: &[Job]) -> Vec<VolumeProgress> {
         total_bytes: job.length_bytes,
         ready: job.ready,
         speed_limit_bytes: job.speed_limit_bytes,
+        compared_bytes: None,
         switched: false,
     };
     volumes.iter().zip(jobs).map(of).collect()

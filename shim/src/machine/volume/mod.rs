@@ -7,13 +7,16 @@
 pub mod bitmaps;
 pub mod grow;
 pub mod machine;
+pub mod made;
 pub mod mirror;
 pub mod nodes;
 pub mod plan;
 pub mod record;
 pub mod recorded;
 pub mod runner;
+pub mod standing;
 pub mod target;
+pub mod verify;
 pub mod word;
 
 use std::path::PathBuf;
@@ -31,6 +34,8 @@ pub struct Request {
     pub speed_limit: Option<ByteCount>,
     /// Whether the switch waits for somebody's word.
     pub by_hand: bool,
+    /// Whether the copies are compared before the switch.
+    pub verify: bool,
     /// What is done when a new volume is full.
     pub when_full: WhenFull,
     /// How long a volume that is not there is waited for.
@@ -134,6 +139,9 @@ pub struct VolumeProgress {
     /// The most that is copied in a second, in bytes; `None`: as much as goes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub speed_limit_bytes: Option<u64>,
+    /// What has been compared, in bytes, while that is done.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub compared_bytes: Option<u64>,
     /// Whether the guest is on the new volume.
     pub switched: bool,
 }

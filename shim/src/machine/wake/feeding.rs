@@ -24,7 +24,7 @@ use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 use uuid::Uuid;
 
-use super::lazy::{Feed, failed};
+use super::lazy::{Feed, code_of, failed};
 use crate::error::{Code, Failure};
 use crate::machine::effect::blocking;
 use crate::vm::process_identity::ProcessIdentity;
@@ -47,6 +47,9 @@ pub struct FeedRecord {
     pub monitor: PathBuf,
     /// Whether the image is kept at the end.
     pub keep_image: bool,
+    /// Whether zero pages need not be fed.
+    #[serde(default)]
+    pub passes_zeros: bool,
     /// Whether the guest has yet to be run, once somebody feeds it: its wake was killed before it told QEMU to.
     pub shall_run: bool,
 }
@@ -58,7 +61,7 @@ impl FeedRecord {
         pid: u32,
         monitor: &Path,
         wake: Uuid,
-        keep_image: bool,
+        (keep_image, passes_zeros): (bool, bool),
     ) -> Result<Self, Failure> {
         let gone = || Failure::new(Code::Unreachable, "QEMU has ended");
         Ok(Self {
@@ -69,6 +72,7 @@ impl FeedRecord {
             monitor: monitor.to_owned(),
             keep_image,
             shall_run: false,
+            passes_zeros,
         })
     }
 
@@ -336,13 +340,22 @@ impl View {
         match (state, damage.first()) {
             (State::Complete(_), _) | (State::Feeding, None) => None,
             (State::Failed(failure), _) => Some(failure),
-            (State::Feeding, Some(first)) => Some(Failure::new(
-                Code::ImageInvalid,
-                format!(
-                    "some of the guest's memory cannot be had, and the guest stands where it needs it: {}",
-                    first.why
-                ),
-            )),
+            (State::Feeding, Some(first)) => {
+                // What will not come any more says most.
+                let worst = damage.iter().find(|damage| !damage.may_come).unwrap_or(first);
+                let again = if worst.may_come {
+                    "; storage is asked again until it gives it"
+                } else {
+                    ""
+                };
+                Some(Failure::new(
+                    code_of(worst),
+                    format!(
+                        "some of the guest's memory cannot be had, and the guest stands where it needs it: {}{again}",
+                        worst.why
+                    ),
+                ))
+            }
         }
     }
 

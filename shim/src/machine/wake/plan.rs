@@ -109,7 +109,13 @@ pub fn plan_for_launcher(image: &Image, request: &Request) -> Result<Plan, Failu
 
 /// The plan for a QEMU that a launcher has started. How RAM comes back is settled when it is seen.
 pub fn plan_to_take_over(image: &Image, request: &Request) -> Result<Plan, Failure> {
-    let plan = plan_for_launcher(image, request)?;
+    // Where its memory is may be the launcher's own idea, so a wish is judged by that.
+    let mode = request.mode.filter(|mode| *mode == Mode::Lazy);
+    let by_the_image = Request {
+        mode,
+        ..request.clone()
+    };
+    let plan = plan_for_launcher(image, &by_the_image)?;
     let forced = check_disks(image.manifest(), &plan.disks, request)?;
     Ok(Plan {
         forced_disks: forced.into_iter().collect(),

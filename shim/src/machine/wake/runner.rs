@@ -387,12 +387,13 @@ impl<'a> Work<'a> {
         }
         let (_, image) = self.planned()?;
         let pid = self.qemu()?.pid();
+        let passes_zeros = self.feed.as_ref().is_some_and(|feed| feed.told.passes_zeros());
         FeedRecord::of(
             image,
             pid,
             self.surroundings.monitor_socket,
             self.operation,
-            self.request.feed.keep_image,
+            (self.request.feed.keep_image, passes_zeros),
         )?
         .write(self.surroundings.vm_directory)
     }

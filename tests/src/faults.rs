@@ -65,6 +65,15 @@ impl SmallVolume {
         self.mount_point.join(name)
     }
 
+    /// From now on every write fails. What was written can be read.
+    pub fn take_no_more_writes(&self) {
+        must_run(
+            Command::new("mount")
+                .args(["-o", "remount,abort"])
+                .arg(&self.mount_point),
+        );
+    }
+
     /// The names of all that is on the volume.
     pub fn content(&self) -> Vec<String> {
         files_in(&self.mount_point)

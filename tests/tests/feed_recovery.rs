@@ -9,7 +9,7 @@ use std::{
 };
 
 use dormouse_tests::{Dormouse, QemuBuild, Scene, faults, until};
-use serde_json::json;
+use serde_json::{Value, json};
 
 const OPERATOR: i32 = 10;
 
@@ -89,6 +89,40 @@ fn a_record_that_cannot_be_read_is_told_and_kept() {
     starving.expect_to_wait("feed.json cannot be read");
     fs::write(&starving.record, text).unwrap();
     starving.expect_to_be_fed();
+}
+
+#[test]
+fn a_guest_is_not_fed_from_an_image_that_another_wake_has_woken() {
+    let starving = Starving::new();
+    let text = fs::read_to_string(&starving.record).unwrap();
+    let mut record: Value = serde_json::from_str(&text).unwrap();
+    record["wake"] = json!("11111111-1111-4111-8111-111111111111");
+    fs::write(&starving.record, record.to_string()).unwrap();
+    starving.expect_to_wait("another wake has woken");
+    fs::write(&starving.record, text).unwrap();
+    starving.expect_to_be_fed();
+}
+
+#[test]
+fn an_image_that_could_not_be_put_away_is_when_qemu_has_ended() {
+    let scene = Scene::new(QemuBuild::V10_0);
+    let image = scene.hibernated();
+    let options = ["--mode", "lazy", "--rate-limit", "3M"];
+    let mut woken = scene.dormouse.wake("guest", &image, &options);
+    scene.guest.wait_for_more_ticks();
+    // It cannot be removed as long as it is a folder.
+    let record = scene.dormouse.state_dir().join("guest/feed.json");
+    fs::remove_file(&record).unwrap();
+    fs::create_dir(&record).unwrap();
+    until("all memory to be fed", || {
+        let status = scene.dormouse.status("guest");
+        let feed = (status.exit_code() == Some(0)).then(|| status.result()["feed"].clone())?;
+        (feed["state"] == "complete").then_some(())
+    });
+    assert!(image.exists());
+    fs::remove_dir(&record).unwrap();
+    woken.terminate();
+    assert!(!image.exists());
 }
 
 #[test]

@@ -63,7 +63,7 @@ impl Asleep {
         let (_, record) = self.scene.dormouse.wakes().pop().unwrap();
         assert_eq!(
             (&record["point"], &record["is_of_others"]),
-            (&json!("marked"), &json!(true))
+            (&json!("loading"), &json!(true))
         );
         faults::kill(process);
         drop(held);

@@ -6,7 +6,7 @@
 use std::{fs, path::PathBuf};
 
 use dormouse_tests::{
-    Guest, QemuBuild, Scene, Supervisor,
+    Guest, QemuBuild, Scene, Supervisor, UnpluggableDevice,
     faults::{self, Hanging, SmallVolume},
     until,
 };
@@ -53,12 +53,13 @@ impl Asleep {
     fn before_the_mark(&self, options: &[&str]) -> (Hanging<'_>, Supervisor, Pid) {
         let held = Hanging::volume(&self.images);
         let wake = self.scene.dormouse.wake("guest", &self.image, options);
-        until("the wake to stand before the mark", || {
-            let (_, record) = self.scene.dormouse.wakes().pop()?;
-            assert_eq!(record["point"], "marked");
-            Some(())
-        });
+        self.scene.guest.monitor().wait_for_status("paused");
+        if options.contains(&"lazy") {
+            let record = self.scene.dormouse.state_dir().join("guest/feed.json");
+            until("the record of the feed", || record.exists().then_some(()));
+        }
         wait_until_held(&wake);
+        assert_eq!(self.record()["point"], "loading");
         (held, wake, self.scene.lab.only_qemu())
     }
 
@@ -78,7 +79,7 @@ impl Asleep {
         faults::kill(wake.pid());
         drop(held);
         wake.wait_for_end();
-        assert_eq!(self.record()["point"], "marked");
+        assert_eq!(self.record()["point"], "loading");
         qemu
     }
 
@@ -180,9 +181,28 @@ fn killed_as_soon_as_there_is_a_record_the_image_wakes_again() {
             !asleep.scene.dormouse.wakes().is_empty()
         });
         wake.wait_for_end();
-        if asleep.record()["point"] == "marked" {
+        if asleep.record()["point"] == "loading" {
             asleep.expect_not_woken();
         }
+    }
+}
+
+#[test]
+fn killed_while_qemu_starts_the_image_wakes_again() {
+    for mode in ["map", "eager", "stream", "lazy"] {
+        let asleep = Asleep::new(QemuBuild::V10_0);
+        let dormouse = &asleep.scene.dormouse;
+        let mut wake = dormouse.wake("guest", &asleep.image, &["--mode", mode]);
+        let vm = dormouse.state_dir().join("guest/vm.json");
+        let qemu = until("QEMU to be started", || {
+            let vm: Value = serde_json::from_slice(&fs::read(&vm).ok()?).ok()?;
+            Pid::from_raw(vm["qemu"]["pid"].as_i64()? as i32)
+        });
+        faults::freeze(qemu);
+        faults::kill(wake.pid());
+        wake.wait_for_end();
+        faults::thaw(qemu);
+        asleep.expect_not_woken();
     }
 }
 
@@ -230,6 +250,63 @@ fn a_lazy_wake_that_is_killed_before_the_word_to_run_is_undone_whether_qemu_answ
     let qemu = asleep.killed_after_the_mark(&["--mode", "lazy"]);
     faults::freeze(qemu);
     asleep.expect_not_woken();
+}
+
+#[test]
+fn a_guest_that_is_fed_is_run_by_its_next_feeder_and_not_fed_before_its_wake_is_settled() {
+    let asleep = Asleep::new(QemuBuild::V10_0);
+    let qemu = asleep.killed_after_the_mark(&["--mode", "lazy", "--keep-image"]);
+    asleep.nearly_told_to_run();
+    faults::freeze(qemu);
+    let dormouse = &asleep.scene.dormouse;
+    dormouse.recover(&[]).expect_exit(UNREACHABLE);
+    assert_eq!(asleep.state(), "waking");
+    faults::thaw(qemu);
+    let recovered = dormouse.recover(&[]).expect_success();
+    let [settled, fed] = &recovered.objects()[..] else {
+        panic!("{recovered:#?}");
+    };
+    assert_eq!(
+        (&settled["outcome"], &settled["guest"]),
+        (&json!("being-fed"), &json!("paused"))
+    );
+    assert_eq!(fed["result"], "fed");
+    asleep.scene.guest.wait_for_more_ticks();
+    assert_eq!(asleep.state(), "consumed");
+}
+
+#[test]
+fn where_the_image_cannot_be_marked_as_used_the_guest_is_awake_all_the_same() {
+    let asleep = Asleep::new(QemuBuild::V10_0);
+    let (held, mut wake, _) = asleep.after_the_mark(&["--mode", "eager"]);
+    asleep.images.take_no_more_writes();
+    drop(held);
+    asleep.scene.guest.wait_for_more_ticks();
+    until("the wake to be over", || {
+        (asleep.scene.dormouse.status("guest").exit_code() == Some(0)).then_some(())
+    });
+    assert!(asleep.scene.dormouse.wakes().is_empty());
+    assert_eq!(asleep.state(), "waking");
+    wake.terminate();
+}
+
+#[test]
+fn a_mark_that_fails_and_cannot_be_taken_back_is_told_and_its_record_stays() {
+    let scene = Scene::new(QemuBuild::V10_0);
+    let device = UnpluggableDevice::new(160);
+    let mut supervisor = scene.run();
+    scene.dormouse.hibernate("guest", device.path()).expect_success();
+    supervisor.wait_for_end();
+    scene.lab.wait_for_no_qemu();
+    device.take_no_more_writes();
+    let failed = scene
+        .dormouse
+        .try_wake("guest", device.path(), &["--mode", "eager"])
+        .expect_exit(OPERATOR);
+    assert!(failed.stderr.contains("could not be undone"), "{failed:#?}");
+    scene.lab.wait_for_no_qemu();
+    let (_, record) = scene.dormouse.wakes().pop().expect("there is a record");
+    assert_eq!(record["point"], "loading");
 }
 
 #[test]

@@ -42,7 +42,7 @@ use crate::machine::hibernate::limits::Limits;
 use crate::machine::hibernate::machine::{Aim, CancelAnswer};
 use crate::machine::volume;
 use crate::machine::volume::word::Said;
-use crate::machine::wake::feeding::{Feeding, Left, Unfed, View};
+use crate::machine::wake::feeding::{Feeding, Left, Spent, Unfed, View};
 use crate::signals::Signals;
 use crate::vm::process::{QemuProcess, working_directory};
 use crate::vm::process_identity::ProcessIdentity;
@@ -249,8 +249,12 @@ pub async fn supervise(mut supervised: Supervised, mut signals: Signals) -> Resu
     let reason = reason.ok().and_then(Result::ok).flatten();
     let operation = handle.last_operation();
     let mut ending = LastEnding::seen(&handle.name, status, reason, operation.as_ref());
-    if let Some(Err(unfed)) = fed {
-        ending.unfed = ended_unfed(*unfed, &ending, supervised.directory.path()).await;
+    match fed {
+        Some(Err(unfed)) => {
+            ending.unfed = ended_unfed(*unfed, &ending, supervised.directory.path()).await;
+        }
+        Some(Ok((_, Some(spent)))) => put_away(*spent, supervised.directory.path()).await,
+        _ => {}
     }
     if let Err(error) = supervised.directory.state().note_ending(&ending) {
         tracing::warn!(%error, ?ending, "cannot write down how the VM ended");
@@ -279,6 +283,14 @@ async fn ended_unfed(unfed: Unfed, ending: &LastEnding, vm_directory: &Path) -> 
             tracing::warn!(%failure, "the guest is off, but its image could not be put away; remove it");
             Some(left)
         }
+    }
+}
+
+/// An image that could not be put away when its guest had all of its memory gets another try.
+async fn put_away(spent: Spent, vm_directory: &Path) {
+    let image = spent.image.path().to_owned();
+    if let (_, Err(failure)) = spent.put_away(vm_directory).await {
+        tracing::warn!(%failure, image = %image.display(), "the image is used up, and could not be put away; remove it");
     }
 }
 

@@ -35,6 +35,7 @@ mod key;
 mod layout;
 mod live;
 pub mod manifest;
+mod mark;
 mod pages;
 mod precopy;
 mod random;

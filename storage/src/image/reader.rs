@@ -20,6 +20,7 @@ use super::error::{Corruption, ImageError, Mismatch, TornBecause};
 use super::key::ImageKey;
 use super::layout::{BlockPlacement, Layout};
 use super::manifest::Manifest;
+use super::mark::change;
 use super::pages::Pages;
 use super::random::RandomReader;
 use super::sealed::SealedImage;
@@ -363,7 +364,7 @@ impl Image {
     ///
     /// [`ImageError::WrongState`] if the image may not become that, [`ImageError::NotLocked`] if it
     /// was opened without its lock; after [`ImageError::Io`] the state on the disk is the old or
-    /// the new one.
+    /// the new one, and the image counts as `waking`: the change can be made again, and a mark taken back.
     pub fn mark(&mut self, state: ImageState) -> Result<(), ImageError> {
         let found = self.superblock.state;
         if !found.may_become(state) {
@@ -378,26 +379,10 @@ impl Image {
                 path: self.path.clone(),
             });
         }
-        let note = match state {
-            ImageState::Sealed => WakeNote::default(),
-            _ => self.superblock.note,
-        };
-        let changed = Superblock {
-            state,
-            generation: self.superblock.generation + 1,
-            note,
-            ..self.superblock.clone()
-        };
-        let other = 1 - self.copy;
-        self.write_copy(&changed, other)
-            .map_err(|source| ImageError::io("mark", &self.path, source))?;
-        if let Err(error) = self.write_copy(&changed, self.copy) {
-            // The change is on the disk all the same; it only lacks its twin.
-            tracing::warn!(path = %self.path.display(), %error, "second superblock copy not written");
-        }
-        self.superblock = changed;
-        self.copy = other;
-        Ok(())
+        let file = &self.file;
+        let write = |superblock: &Superblock, copy| write_copy(file, superblock, copy);
+        change(&mut self.superblock, &mut self.copy, state, write)
+            .map_err(|source| ImageError::io("mark", &self.path, source))
     }
 
     /// Makes durable an image whose writer could not tell any more whether it is, in both copies of the superblock.
@@ -413,7 +398,7 @@ impl Image {
         }
         self.file
             .sync_all()
-            .and_then(|()| self.write_copy(&self.superblock, 1 - self.copy))
+            .and_then(|()| write_copy(&self.file, &self.superblock, 1 - self.copy))
             .and_then(|()| sync_name(&self.file, &self.path))
             .map_err(|source| ImageError::io("make durable", &self.path, source))
     }
@@ -446,11 +431,6 @@ impl Image {
         }
         // The copy that a change of state did not reach, if there is one: it may say `sealed` yet.
         remove(&self.file, &self.path, 1 - self.copy)
-    }
-
-    fn write_copy(&self, superblock: &Superblock, copy: usize) -> io::Result<()> {
-        self.file.write_all_at(&superblock.encode(), COPY_OFFSETS[copy])?;
-        self.file.sync_data()
     }
 
     fn read(file: File, path: &Path, locked: bool) -> Result<Self, ImageError> {
@@ -625,6 +605,12 @@ impl Image {
             .read_exact_at(bytes, offset)
             .map_err(|source| ImageError::io("read", &self.path, source))
     }
+}
+
+/// Writes a copy of the superblock, durably.
+fn write_copy(file: &File, superblock: &Superblock, copy: usize) -> io::Result<()> {
+    file.write_all_at(&superblock.encode(), COPY_OFFSETS[copy])?;
+    file.sync_data()
 }
 
 /// Reads both copies of the superblock, as far as the file is long enough for them.

@@ -32,20 +32,30 @@ fn takes(wanted: &Wanted, record: &Record) -> bool {
     wanted.takes_vm(&record.vm_name, &record.monitor)
 }
 
-/// Brings each to its end and tells which. Returns the worst that came of it.
+/// Brings each to its end and tells which. Returns the worst that came of it, and which were not: whether their guests may be
+/// fed is not known.
 pub(super) async fn recover(
     wakes: Vec<Found<Record>>,
     state: &StateDir,
     wanted: &Wanted,
     report: &Report,
-) -> Option<Code> {
-    let mut worst = None;
+) -> (Option<Code>, Vec<Uuid>) {
+    let (mut worst, mut unsettled) = (None, Vec::new());
     for found in wakes {
+        unsettled.extend(match &found {
+            Found::Interrupted(journal) => Some(journal.record().operation),
+            Found::UnderWay(record) => Some(record.operation),
+            Found::Unreadable { path, .. } => {
+                let stem = path.file_stem().and_then(|stem| stem.to_str());
+                stem.and_then(|stem| stem.parse().ok())
+            }
+        });
         let failure = match found {
             Found::Interrupted(journal) => {
                 let record = journal.record().clone();
                 match recover_one(*journal).await {
                     Ok(recovered) => {
+                        unsettled.retain(|wake| *wake != record.operation);
                         if recovered.guest == GuestState::Stopped {
                             free_name(state, &record).await;
                         }
@@ -72,7 +82,7 @@ pub(super) async fn recover(
         report.failure(&failure);
         worst = worst.max(Some(failure.code));
     }
-    worst
+    (worst, unsettled)
 }
 
 /// Before a VM of this name starts: a wake whose QEMU is gone is ended.

@@ -5,6 +5,8 @@
 //!             ─► QEMU tells what it has ─► it is fed the rest ─► the image is `consumed`
 //! ```
 //!
+//! A guest that its wake did not get to run is run as soon as somebody feeds it.
+//!
 //! Only an image that is `consumed`, or a QEMU that says so, is believed that the guest has all: an image that is not where it
 //! was is one that has to come back.
 //!
@@ -24,9 +26,10 @@ use tokio::time::Instant;
 
 use crate::error::{Code, Failure, GuestState, sentence};
 use crate::machine::effect::blocking;
-use crate::machine::wake::feeding::{FeedRecord, Feeding, View, used_up};
+use crate::machine::wake::feeding::{FeedRecord, Feeding, Spent, View};
 use crate::machine::wake::lazy::{self, FeedWish};
 use crate::machine::wake::plan::placed_blocks;
+use crate::machine::wake::resume;
 
 /// How long QEMU may take to greet or to answer.
 const ANSWER_LIMIT: Duration = Duration::from_secs(10);
@@ -57,6 +60,8 @@ enum Held {
     Image(Box<Image>),
     /// The guest has what it needed of it.
     UsedUp,
+    /// Another wake has woken it.
+    WokenByAnother,
     /// It is not there, and why.
     Away(String),
     /// Somebody else holds it.
@@ -72,11 +77,12 @@ pub async fn go_on(
     begun: impl FnOnce(View),
 ) -> Result<FeedOutcome, Failure> {
     let held = match hold(record, key).await? {
-        Held::UsedUp => {
+        Held::UsedUp if !record.shall_run || !record.qemu.is_alive() => {
             FeedRecord::remove(vm_directory)?;
             return Ok(FeedOutcome::WasComplete);
         }
         Held::ByAnother(failure) => return Ok(FeedOutcome::UnderWay(failure)),
+        Held::WokenByAnother => return Err(woken_by_another(record)),
         held => held,
     };
     let image = record.image.display();
@@ -100,8 +106,11 @@ pub async fn go_on(
     let image = match (status, held) {
         // It has everything; only the word of it was not heard any more.
         (MigrationStatus::Completed, held) => {
+            run_if_it_shall(record, &client, vm_directory).await?;
             if let Held::Image(image) = held {
-                used_up(*image, record.keep_image, vm_directory).await?;
+                let (image, keep) = (*image, record.keep_image);
+                let (_, is_put_away) = Spent { image, keep }.put_away(vm_directory).await;
+                is_put_away?;
             } else {
                 FeedRecord::remove(vm_directory)?;
             }
@@ -115,7 +124,7 @@ pub async fn go_on(
             );
             return Err(Failure::new(Code::Operator, why));
         }
-        (_, Held::UsedUp | Held::ByAnother(_)) => {
+        (_, Held::UsedUp | Held::ByAnother(_) | Held::WokenByAnother) => {
             return Err(Failure::new(
                 Code::Internal,
                 "an image is fed from that is not held",
@@ -140,13 +149,54 @@ pub async fn go_on(
     let feed = lazy::go_on(feeder, stream, page_sizes);
     let feeding = Feeding::new(feed, image, record.keep_image);
     begun(feeding.view());
-    let fed = feeding.run(vm_directory).await.map_err(|unfed| unfed.failure)?;
+    // It is fed meanwhile, and to the end, whatever comes of this.
+    let has_run = run_if_it_shall(record, &client, vm_directory).await;
+    let (fed, _) = feeding.run(vm_directory).await.map_err(|unfed| unfed.failure)?;
+    has_run?;
     Ok(FeedOutcome::Complete(fed))
+}
+
+/// Runs a guest that its wake did not get to run, once QEMU is being fed.
+async fn run_if_it_shall(record: &FeedRecord, client: &Client, vm_directory: &Path) -> Result<(), Failure> {
+    if !record.shall_run {
+        return Ok(());
+    }
+    let deadline = Instant::now() + PAUSE_LIMIT;
+    loop {
+        let migration: MigrationInfo = client.query(&command::query_migrate {}).await?;
+        match migration.status {
+            Some(MigrationStatus::PostcopyActive | MigrationStatus::Completed) => break,
+            status if Instant::now() > deadline => {
+                let status = status.map_or_else(|| "none".into(), |status| format!("{status:?}"));
+                let why = format!("QEMU takes no memory, so its guest is not run: its migration is {status}");
+                return Err(Failure::new(Code::Operator, why));
+            }
+            _ => tokio::time::sleep(POLL).await,
+        }
+    }
+    resume::run(client).await?;
+    let record = FeedRecord {
+        shall_run: false,
+        ..record.clone()
+    };
+    record.write(vm_directory)
+}
+
+fn woken_by_another(record: &FeedRecord) -> Failure {
+    let (pid, image) = (record.qemu.pid, record.image.display());
+    let what = if record.qemu.is_alive() {
+        format!("QEMU's process {pid} waits for memory that is another guest's by now: end that process")
+    } else {
+        format!("QEMU's process {pid} has ended, and its guest had not run")
+    };
+    let message =
+        format!("another wake has woken {image}: {what}. This record goes with the next start of its name");
+    Failure::new(Code::Operator, message)
 }
 
 /// Takes the image and unlocks it.
 async fn hold(record: &FeedRecord, key: Option<ImageKey>) -> Result<Held, Failure> {
-    let (path, id) = (record.image.clone(), record.image_id);
+    let (path, id, wake) = (record.image.clone(), record.image_id, record.wake);
     blocking(move || {
         let at = path.display();
         let away = |why: String| Ok(Held::Away(format!("The image {id} is not at {at}: {why}")));
@@ -167,6 +217,9 @@ async fn hold(record: &FeedRecord, key: Option<ImageKey>) -> Result<Held, Failur
             return away(format!("there is the image {}", image.id()));
         }
         match image.state() {
+            ImageState::Consumed | ImageState::Waking if image.note().wake != wake => {
+                return Ok(Held::WokenByAnother);
+            }
             ImageState::Consumed => return Ok(Held::UsedUp),
             ImageState::Waking => {}
             state => {

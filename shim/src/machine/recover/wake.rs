@@ -4,11 +4,11 @@
 //!
 //! | point | image | QEMU gone | waits | runs | stopped |
 //! | --- | --- | --- | --- | --- | --- |
-//! | marked | sealed | as before | end QEMU | awake | **a person** |
-//! | marked | waking, by this wake | seal again | end QEMU, seal again | awake | **a person** |
-//! | marked | used, by this wake | over | awake | awake | awake |
-//! | marked | woken by another | over | end QEMU | **a person** | **a person** |
-//! | marked | not there | **a person** | **a person** | awake | awake |
+//! | loading | sealed | as before | end QEMU | awake | **a person** |
+//! | loading | waking, by this wake | seal again | end QEMU, seal again | awake | **a person** |
+//! | loading | used, by this wake | over | awake | awake | awake |
+//! | loading | woken by another | over | end QEMU | **a person** | **a person** |
+//! | loading | not there | **a person** | **a person** | awake | awake |
 //! | continuing | sealed | as before | **a person** | awake | **a person** |
 //! | continuing | waking, by this wake | **a person** | let it run | awake | awake |
 //! | continuing | used, by this wake | over | awake | awake | awake |
@@ -17,16 +17,17 @@
 //!
 //! "Awake" makes sure that the image is marked as used. "Let it run" is what the wake was about to do: a guest that its owner
 //! paused in that instant is run; one that shall stay paused is left so. A guest that is fed from its image is left to the
-//! recovery of its feed once it was to run.
+//! recovery of its feed once it was to run: that runs it too, since what QEMU does for it may need memory; if all was fed already, it
+//! is run here.
 //!
 //! A QEMU that somebody else started is never ended. One that has nothing of the guest ("empty") is as good as gone. One that
 //! has it and waits is for its owner to end: until then the image wakes nowhere.
 //!
 //! | point | image | of others: empty | waits |
 //! | --- | --- | --- | --- |
-//! | marked | sealed | as before | **its owner** |
-//! | marked | waking, by this wake | seal again | **its owner** |
-//! | marked | woken by another | as before | **a person** |
+//! | loading | sealed | as before | **its owner** |
+//! | loading | waking, by this wake | seal again | **its owner** |
+//! | loading | woken by another | as before | **a person** |
 //!
 //! The mark in an image names its wake: what another wake has marked is never sealed again.
 
@@ -123,28 +124,30 @@ impl Facts {
         let awake = Finish { run: false };
         match (self.point, self.image, self.qemu) {
             // Before it was told to run, a QEMU that waits for its memory may not answer.
-            (Point::Marked, Mark::Sealed | Mark::Waking, Qemu::Silent) if self.is_fed => Undo,
+            (Point::Loading, Mark::Sealed | Mark::Waking, Qemu::Silent) if self.is_fed => Undo,
             (_, _, Qemu::Silent) => Ask(Doubt::Silent),
             // It would be left beside an image that could be woken, or that would not feed it any more.
             (_, Mark::Sealed, Qemu::Runs) if self.is_fed => Ask(Doubt::Unexpected),
             (_, Mark::Waking | Mark::NotThere, Qemu::Runs) if self.is_fed => LeaveToFeed,
             (Point::Continuing, Mark::Waking, Qemu::Waits | Qemu::Stopped) if self.is_fed => LeaveToFeed,
 
-            (Point::Marked, Mark::Sealed | Mark::Waking, Qemu::Waits) if self.is_of_others => {
+            (Point::Loading, Mark::Sealed | Mark::Waking, Qemu::Waits) if self.is_of_others => {
                 Ask(Doubt::Held)
             }
-            (Point::Marked, Mark::Others, Qemu::Waits) if self.is_of_others => Ask(Doubt::RunsTwice),
+            (Point::Loading, Mark::Others, Qemu::Waits) if self.is_of_others => Ask(Doubt::RunsTwice),
 
             (_, Mark::Used | Mark::Others, Qemu::Gone) => Over,
+            // It was fed before it was run.
+            (Point::Continuing, Mark::Used, Qemu::Waits) if self.is_fed => Finish { run: self.shall_run },
             (_, Mark::Used, _) => awake,
-            (Point::Marked, Mark::Others, Qemu::Empty | Qemu::Waits) => Undo,
+            (Point::Loading, Mark::Others, Qemu::Empty | Qemu::Waits) => Undo,
             (_, Mark::Others, _) => Ask(Doubt::RunsTwice),
 
             (_, Mark::Sealed | Mark::Waking | Mark::NotThere, Qemu::Runs) => awake,
             (_, Mark::Sealed, Qemu::Gone) => Undo,
-            (Point::Marked, Mark::Sealed | Mark::Waking, Qemu::Gone | Qemu::Empty | Qemu::Waits) => Undo,
-            (_, Mark::Sealed, _) | (Point::Marked, Mark::Waking, Qemu::Stopped) => Ask(Doubt::Unexpected),
-            (Point::Marked, Mark::NotThere, Qemu::Gone | Qemu::Empty | Qemu::Waits) => {
+            (Point::Loading, Mark::Sealed | Mark::Waking, Qemu::Gone | Qemu::Empty | Qemu::Waits) => Undo,
+            (_, Mark::Sealed, _) | (Point::Loading, Mark::Waking, Qemu::Stopped) => Ask(Doubt::Unexpected),
+            (Point::Loading, Mark::NotThere, Qemu::Gone | Qemu::Empty | Qemu::Waits) => {
                 Ask(Doubt::ImageNotThere)
             }
             // It was told to run what it has not.
@@ -190,7 +193,7 @@ mod tests {
     }
 
     fn all() -> impl Iterator<Item = Facts> {
-        let points = [Point::Marked, Point::Continuing];
+        let points = [Point::Loading, Point::Continuing];
         let flags = [(true, false), (true, true), (false, false), (false, true)];
         points.into_iter().flat_map(move |point| {
             MARKS.into_iter().flat_map(move |image| {
@@ -212,16 +215,16 @@ mod tests {
         let awake = Finish { run: false };
         // In the order gone, waits, runs, stopped.
         for (point, image, row) in [
-            (Point::Marked, Mark::Sealed, [Undo, Undo, awake, Ask(Unexpected)]),
-            (Point::Marked, Mark::Waking, [Undo, Undo, awake, Ask(Unexpected)]),
-            (Point::Marked, Mark::Used, [Over, awake, awake, awake]),
+            (Point::Loading, Mark::Sealed, [Undo, Undo, awake, Ask(Unexpected)]),
+            (Point::Loading, Mark::Waking, [Undo, Undo, awake, Ask(Unexpected)]),
+            (Point::Loading, Mark::Used, [Over, awake, awake, awake]),
             (
-                Point::Marked,
+                Point::Loading,
                 Mark::Others,
                 [Over, Undo, Ask(RunsTwice), Ask(RunsTwice)],
             ),
             (
-                Point::Marked,
+                Point::Loading,
                 Mark::NotThere,
                 [Ask(ImageNotThere), Ask(ImageNotThere), awake, awake],
             ),
@@ -266,7 +269,7 @@ mod tests {
             if matches!(facts.qemu, Qemu::Runs | Qemu::Stopped) {
                 assert_ne!(verdict, Verdict::Undo, "{facts:?}");
             }
-            if facts.point == Point::Marked || !facts.shall_run {
+            if facts.point == Point::Loading || !facts.shall_run {
                 assert_ne!(verdict, Verdict::Finish { run: true }, "{facts:?}");
             }
         }
@@ -283,7 +286,7 @@ mod tests {
         ] {
             let of_others = |qemu| Facts {
                 is_of_others: true,
-                ..facts(Point::Marked, image, qemu)
+                ..facts(Point::Loading, image, qemu)
             };
             assert_eq!(of_others(Qemu::Waits).verdict(), waits, "{image:?}");
             assert_eq!(of_others(Qemu::Empty).verdict(), Undo, "{image:?}");
@@ -312,6 +315,20 @@ mod tests {
     }
 
     #[test]
+    fn a_guest_that_was_fed_before_it_was_run_is_run() {
+        let fed = Facts {
+            is_fed: true,
+            ..facts(Point::Continuing, Mark::Used, Qemu::Waits)
+        };
+        assert_eq!(fed.verdict(), Verdict::Finish { run: true });
+        let paused = Facts {
+            shall_run: false,
+            ..fed
+        };
+        assert_eq!(paused.verdict(), Verdict::Finish { run: false });
+    }
+
+    #[test]
     fn no_guest_is_left_running_beside_an_image_that_could_be_woken() {
         for facts in all().filter(|facts| facts.image == Mark::Sealed && facts.qemu == Qemu::Runs) {
             let verdict = facts.verdict();
@@ -323,7 +340,7 @@ mod tests {
     #[test]
     fn a_qemu_that_does_not_answer_is_ended_only_where_it_surely_has_not_run() {
         for facts in all().filter(|facts| facts.qemu == Qemu::Silent) {
-            let is_sure = facts.is_fed && facts.point == Point::Marked;
+            let is_sure = facts.is_fed && facts.point == Point::Loading;
             if !is_sure {
                 assert_eq!(facts.verdict(), Verdict::Ask(Doubt::Silent), "{facts:?}");
             }

@@ -1,19 +1,21 @@
 //! Looks at an interrupted wake, has it decided, and acts.
 
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use dormouse_qmp::view::machine::RunState;
-use dormouse_qmp::{Client, ConnectOptions};
+use dormouse_qmp::{Client, ConnectError, ConnectOptions};
 use dormouse_storage::{Image, ImageError, ImageState};
 use serde::Serialize;
+use tokio::time::Instant;
 use uuid::Uuid;
 
 use super::wake::{Doubt, Facts, Mark, Qemu, Verdict};
 use crate::error::{Code, Failure, GuestState};
 use crate::journal::Journal;
 use crate::machine::effect::blocking;
+use crate::machine::wake::feeding::FeedRecord;
 use crate::machine::wake::record::Record;
 use crate::machine::wake::resume;
 use crate::machine::wake::take_over::has_the_guest;
@@ -22,6 +24,9 @@ use crate::vm::process::ProcessEnd;
 
 /// How long QEMU may take to greet or to answer.
 const ANSWER_LIMIT: Duration = Duration::from_secs(5);
+
+/// How often its monitor is tried meanwhile.
+const POLL: Duration = Duration::from_millis(10);
 
 /// How long a QEMU that was killed may take to be gone: the end of its memory takes a while.
 const ENDING_LIMIT: Duration = Duration::from_secs(60);
@@ -124,18 +129,38 @@ async fn bring_to_an_end(record: &Record) -> Result<(WakeOutcome, GuestState), F
             Ok((WakeOutcome::Awake, guest))
         }
         Verdict::Over => Ok((WakeOutcome::HasEnded, GuestState::Stopped)),
-        // It runs as far as its memory goes.
-        Verdict::LeaveToFeed => match &client {
-            Some(client) if qemu == Qemu::Waits && record.shall_run => {
-                resume::run(client)
+        Verdict::LeaveToFeed => {
+            if qemu == Qemu::Waits && record.shall_run {
+                hand_over(record)
                     .await
-                    .map_err(|failure| failure.with_guest(GuestState::Unknown))?;
-                Ok((WakeOutcome::BeingFed, GuestState::Running))
+                    .map_err(|failure| failure.with_guest(guest))?;
             }
-            _ => Ok((WakeOutcome::BeingFed, guest)),
-        },
+            Ok((WakeOutcome::BeingFed, guest))
+        }
         Verdict::Ask(doubt) => Err(ask(doubt, record).with_guest(guest)),
     }
+}
+
+/// A guest whose memory nobody brings is not run: what QEMU does for it in its main thread could wait for a page, and could not
+/// be told any more who brings it.
+async fn hand_over(record: &Record) -> Result<(), Failure> {
+    let wake = record.operation;
+    let folder = record.monitor.parent().unwrap_or(Path::new("/")).to_owned();
+    blocking(move || match FeedRecord::read(&folder)? {
+        Some(feed) if feed.wake == wake => FeedRecord {
+            shall_run: true,
+            ..feed
+        }
+        .write(&folder),
+        _ => Err(Failure::new(
+            Code::Operator,
+            format!(
+                "there is no record of the wake's feed in {}: its guest was not run",
+                folder.display()
+            ),
+        )),
+    })
+    .await
 }
 
 /// The image, held, and what it says.
@@ -170,8 +195,16 @@ async fn connect(record: &Record) -> Result<Option<Client>, Failure> {
         return Ok(None);
     }
     let options = ConnectOptions::default().with_greeting_timeout(ANSWER_LIMIT);
-    let Ok(client) = Client::connect(&record.monitor, options).await else {
-        return Ok(None);
+    let deadline = Instant::now() + ANSWER_LIMIT;
+    let client = loop {
+        match Client::connect(&record.monitor, options.clone()).await {
+            Ok(client) => break client,
+            // One that was just started does not listen yet.
+            Err(ConnectError::Socket { .. }) if record.qemu.is_alive() && Instant::now() < deadline => {
+                tokio::time::sleep(POLL).await;
+            }
+            Err(_) => return Ok(None),
+        }
     };
     match client.peer_pid() {
         Some(found) if found == record.qemu.pid => Ok(Some(client)),

@@ -39,6 +39,8 @@ pub struct FeedRecord {
     pub image: PathBuf,
     /// Its id.
     pub image_id: Uuid,
+    /// The wake's id, which the image's mark names: what another wake has marked feeds another guest.
+    pub wake: Uuid,
     /// QEMU's process.
     pub qemu: ProcessIdentity,
     /// The monitor's socket.
@@ -48,24 +50,29 @@ pub struct FeedRecord {
     /// Whether zero pages need not be fed.
     #[serde(default)]
     pub passes_zeros: bool,
+    /// Whether the guest has yet to be run, once somebody feeds it: its wake was killed before it told QEMU to.
+    pub shall_run: bool,
 }
 
 impl FeedRecord {
-    /// Of a guest fed from `image` in the QEMU `pid`.
+    /// Of a guest that `wake` woke from `image` in the QEMU `pid`.
     pub fn of(
         image: &Image,
         pid: u32,
         monitor: &Path,
+        wake: Uuid,
         (keep_image, passes_zeros): (bool, bool),
     ) -> Result<Self, Failure> {
         let gone = || Failure::new(Code::Unreachable, "QEMU has ended");
         Ok(Self {
             image: image.path().to_owned(),
             image_id: image.id(),
+            wake,
             qemu: ProcessIdentity::of(pid).ok_or_else(gone)?,
             monitor: monitor.to_owned(),
             keep_image,
             passes_zeros,
+            shall_run: false,
         })
     }
 
@@ -203,17 +210,23 @@ impl Feeding {
         }
     }
 
-    /// Feeds to the end, and does what is then to be done with the image.
-    pub async fn run(mut self, vm_directory: &Path) -> Result<Fed, Box<Unfed>> {
+    /// Feeds to the end, and does what is then to be done with the image. Returns one that could not be put away.
+    pub async fn run(mut self, vm_directory: &Path) -> Result<(Fed, Option<Box<Spent>>), Box<Unfed>> {
         match self.feed.ended().await {
             Ok(fed) => {
                 tracing::info!(?fed, "the guest has all of its memory");
-                if let Err(failure) = used_up(self.image, self.keep_image, vm_directory).await {
+                let spent = Spent {
+                    image: self.image,
+                    keep: self.keep_image,
+                };
+                let (spent, is_put_away) = spent.put_away(vm_directory).await;
+                let left = is_put_away.err().and_then(|failure| {
                     // It stays `waking`, which no wake takes either, and a recovery sees from QEMU that all is there.
-                    tracing::warn!(%failure, "the guest has all of its memory, but its image could not be put away; remove it");
-                }
+                    tracing::warn!(%failure, "the guest has all of its memory, but its image could not be put away yet");
+                    spent.map(Box::new)
+                });
                 self.state.send_replace(State::Complete(fed));
-                Ok(fed)
+                Ok((fed, left))
             }
             Err(error) => {
                 let image = self.image.path();
@@ -252,24 +265,48 @@ impl Feeding {
 impl Unfed {
     /// The guest shut itself down: what it had not got of its memory it will never need.
     pub async fn guest_is_off(self, vm_directory: &Path) -> Result<(), Failure> {
-        used_up(self.image, self.keep_image, vm_directory).await
+        Spent {
+            image: self.image,
+            keep: self.keep_image,
+        }
+        .put_away(vm_directory)
+        .await
+        .1
     }
 }
 
-/// The guest needs the image no more.
-///
-/// The record goes between the mark and the image: whoever finds one, and no image, knows that one is missing.
-pub async fn used_up(mut image: Image, keep: bool, vm_directory: &Path) -> Result<(), Failure> {
-    let vm_directory = vm_directory.to_owned();
-    blocking(move || {
-        image.mark(ImageState::Consumed)?;
-        FeedRecord::remove(&vm_directory)?;
-        if !keep {
-            image.remove()?;
+/// An image that its guest needs no more.
+#[derive(Debug)]
+pub struct Spent {
+    /// It.
+    pub image: Image,
+    /// Whether it is kept.
+    pub keep: bool,
+}
+
+impl Spent {
+    /// Marks it as used, and removes it unless it is kept. Where that fails it comes back, to be tried again.
+    ///
+    /// The record goes between the mark and the image: whoever finds one, and no image, knows that one is missing.
+    pub async fn put_away(mut self, vm_directory: &Path) -> (Option<Self>, Result<(), Failure>) {
+        let vm_directory = vm_directory.to_owned();
+        let put_away = blocking(move || {
+            let is_done = self.try_to(&vm_directory);
+            Ok((Some(self), is_done))
+        });
+        put_away.await.unwrap_or_else(|failure| (None, Err(failure)))
+    }
+
+    fn try_to(&mut self, vm_directory: &Path) -> Result<(), Failure> {
+        if self.image.state() != ImageState::Consumed {
+            self.image.mark(ImageState::Consumed)?;
+        }
+        FeedRecord::remove(vm_directory)?;
+        if !self.keep {
+            self.image.remove()?;
         }
         Ok(())
-    })
-    .await
+    }
 }
 
 impl View {

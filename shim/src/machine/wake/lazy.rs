@@ -164,8 +164,8 @@ impl Feed {
         };
         let damaged = async {
             loop {
-                if let Some(damage) = self.told.damage().first() {
-                    return Failure::new(code_of(damage), damage.why.clone());
+                if let Err(failure) = check_whole(&self.told) {
+                    return failure;
                 }
                 tokio::time::sleep(POLL).await;
             }
@@ -191,12 +191,24 @@ impl Feed {
         }
     }
 
+    /// Fails where QEMU asked for what cannot be had.
+    pub fn check_whole(&self) -> Result<(), Failure> {
+        check_whole(&self.told)
+    }
+
     /// Waits for the end.
     pub async fn ended(&mut self) -> Result<Fed, FeedError> {
         match self.ended.take() {
             Some(fed) => Ok(fed),
             None => joined((&mut self.task).await),
         }
+    }
+}
+
+fn check_whole(told: &Told) -> Result<(), Failure> {
+    match told.damage().first() {
+        Some(damage) => Err(Failure::new(code_of(damage), damage.why.clone())),
+        None => Ok(()),
     }
 }
 

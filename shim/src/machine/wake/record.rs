@@ -1,11 +1,11 @@
-//! What is written down of a wake that is about to let its guest run.
+//! What is written down of a wake that has a QEMU.
 //!
 //! ```text
-//!  wake     load   mark the image   ask QEMU        cont ... running   mark it used
-//!  record        Marked                    Continuing                              (removed)
+//!  wake     start QEMU   load   mark the image   ask QEMU        cont ... running   mark it used
+//!  record           Loading                             Continuing                              (removed)
 //! ```
 //!
-//! At `Marked` QEMU was never told to run the guest: it is ended, and the image is the guest again. At `Continuing` it may
+//! At `Loading` QEMU was never told to run the guest: it is ended, and the image is the guest again. At `Continuing` it may
 //! have been, and the image is the guest no more.
 //!
 //! The record goes once a guest that has all of its memory is awake. One that is still being fed has another record from
@@ -51,8 +51,9 @@ pub struct Record {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Point {
-    /// The image is marked. QEMU has the guest, and was not told to run it.
-    Marked,
+    /// QEMU is started, or has the guest, and was not told to run it. At the end of that the image is marked.
+    #[serde(alias = "marked")]
+    Loading,
     /// QEMU is told to run the guest.
     Continuing,
 }

@@ -188,7 +188,11 @@ impl<'a> Work<'a> {
             Effect::Prepare if self.surroundings.others.is_some() => Ok(()),
             Effect::Prepare => self.prepare().await,
             Effect::Start if self.surroundings.others.is_some() => self.take_others().await,
-            Effect::Start => interrupt.or(self.start()).await,
+            Effect::Start => {
+                // Not given up in the middle: what was written down would be nobody's.
+                let starting = self.start().await?;
+                interrupt.or(self.ready(starting)).await
+            }
             Effect::Check => interrupt.or(self.check()).await,
             Effect::Load if self.is_lazy() => interrupt.or(self.load_lazily()).await,
             Effect::Load => {
@@ -197,17 +201,16 @@ impl<'a> Work<'a> {
                 self.put_settings_back().await;
                 Ok(())
             }
-            Effect::Mark => {
-                self.record_feed()?;
-                self.mark_waking().await
-            }
+            Effect::Mark => self.mark_waking().await,
             Effect::Resume => self.resume().await,
             // The guest needs it as long as it is fed from it.
             Effect::Consume if self.is_lazy() => self.end_journal().await,
             Effect::Consume => {
-                self.mark(ImageState::Consumed).await?;
+                let marked = self.mark(ImageState::Consumed).await;
                 self.pin().await;
-                self.end_journal().await
+                // The guest is awake, whatever the image says: a recovery has nothing to do with it any more.
+                self.end_journal().await?;
+                marked
             }
             Effect::Abandon {
                 qemu: Owner::Others, ..
@@ -295,16 +298,22 @@ impl<'a> Work<'a> {
         Ok(())
     }
 
-    async fn start(&mut self) -> Result<(), Failure> {
+    async fn start(&mut self) -> Result<StartingQemu, Failure> {
         let (plan, image) = self.planned()?;
         let ram = self.ram.as_ref();
         let line = plan.command_line(image, |id| ram.map(|ram| ram.file(id)).unwrap_or_default())?;
         let started = Instant::now();
         let starting = StartingQemu::spawn(&line, &plan.directory, self.surroundings.monitor_socket)?;
-        // From its first instant on there is a record of it, or a guard that ends it.
-        (self.surroundings.started)(starting.pid().unwrap_or_default(), &self.command_line()?)?;
-        self.qemu = Some(Qemu::Ours(starting.ready().await?));
         self.qemu_started = Some(started);
+        // From its first instant on there is a record of it, or a guard that ends it.
+        let pid = starting.pid().unwrap_or_default();
+        self.begin_journal(pid).await?;
+        (self.surroundings.started)(pid, &self.command_line()?)?;
+        Ok(starting)
+    }
+
+    async fn ready(&mut self, starting: StartingQemu) -> Result<(), Failure> {
+        self.qemu = Some(Qemu::Ours(starting.ready().await?));
         // QEMU has opened its RAM: the names are not needed any more.
         self.pages = self.ram.take().map(|ram| ram.pages());
         Ok(())
@@ -383,6 +392,7 @@ impl<'a> Work<'a> {
             image,
             pid,
             self.surroundings.monitor_socket,
+            self.operation,
             (self.request.feed.keep_image, passes_zeros),
         )?
         .write(self.surroundings.vm_directory)
@@ -404,9 +414,7 @@ impl<'a> Work<'a> {
     }
 
     async fn mark_waking(&mut self) -> Result<(), Failure> {
-        if self.journal.is_none() {
-            self.begin_journal().await?;
-        }
+        self.record_feed()?;
         if let Some(image) = &mut self.image {
             image.set_note(WakeNote {
                 wake: self.operation,
@@ -420,12 +428,14 @@ impl<'a> Work<'a> {
         // That may have taken long. A QEMU that is gone before it was told to run has surely not run its guest, and the
         // mark is taken back; once it was told, nobody can say.
         monitor::run_state(self.qemu()?.client()).await?;
+        if let Some(feed) = &self.feed {
+            feed.check_whole()?;
+        }
         self.advance(Point::Continuing).await
     }
 
-    async fn begin_journal(&mut self) -> Result<(), Failure> {
+    async fn begin_journal(&mut self, pid: u32) -> Result<(), Failure> {
         let (_, image) = self.planned()?;
-        let pid = self.qemu()?.pid();
         let gone = || Failure::new(Code::Unreachable, "QEMU has ended");
         let record = Record {
             form: Record::FORM,
@@ -438,7 +448,7 @@ impl<'a> Work<'a> {
             shall_run: self.shall_run(),
             is_fed: self.is_lazy(),
             is_of_others: matches!(self.qemu, Some(Qemu::Others(_))),
-            point: Point::Marked,
+            point: Point::Loading,
         };
         let folder = self.surroundings.wakes.to_owned();
         let begun = blocking(move || Journal::begin(&folder, record).map_err(|error| not_written(&error)));
@@ -502,7 +512,7 @@ impl<'a> Work<'a> {
     async fn abandon(&mut self, unmark: bool) -> Result<(), Failure> {
         if self.journal.as_ref().map(|journal| journal.record().point) == Some(Point::Continuing) {
             // The guest has surely not run. Not written down, a person would have to look, were we killed now.
-            let _ = self.advance(Point::Marked).await;
+            let _ = self.advance(Point::Loading).await;
         }
         if let Some(Qemu::Ours(mut qemu)) = self.qemu.take() {
             qemu.kill().await?;

@@ -25,7 +25,8 @@ impl Work<'_> {
         if !matches!(self.qemu, Some(Qemu::Others(_))) {
             return Ok(());
         }
-        self.begin_journal().await?;
+        let pid = self.qemu()?.pid();
+        self.begin_journal(pid).await?;
         let (Some(Qemu::Others(waiting)), Some(plan), Some(image)) = (&self.qemu, &self.plan, &self.image)
         else {
             return Err(out_of_order());
@@ -67,7 +68,7 @@ impl Work<'_> {
         let was_refused = failure.code == Code::Refused;
         if effect == Effect::Resume && was_refused {
             // The guest has surely not run.
-            let _ = self.advance(Point::Marked).await;
+            let _ = self.advance(Point::Loading).await;
         }
         let Some(Qemu::Others(waiting)) = &self.qemu else {
             return failure;

@@ -17,7 +17,6 @@ use crate::error::{Code, Failure, GuestState};
 use crate::journal::{self, Found, Record, Written};
 use crate::machine::recover::runner::recover as recover_one;
 use crate::machine::recover::{Outcome, Recovered};
-use crate::machine::{volume, wake};
 use crate::supervisor::ending::{How, LastEnding};
 use crate::supervisor::state_dir::StateDir;
 
@@ -30,17 +29,16 @@ pub async fn recover(
     report: &Report,
 ) -> Result<ExitCode, Failure> {
     let wanted = Wanted::of(&arguments)?;
-    let mut interrupted = Interrupted::look(state, &wanted)?;
-    if interrupted.is_any_under_way() {
-        drop(interrupted);
+    let look_at_all = || {
+        let (all, moves) = (look(state, &wanted)?, volumes::look(state, &wanted)?);
+        Ok::<_, Failure>((all, moves, wakes::look(state, &wanted)?))
+    };
+    let (mut all, mut moves, mut wakes) = look_at_all()?;
+    if all.iter().any(is_under_way) || moves.iter().any(is_under_way) || wakes.iter().any(is_under_way) {
+        drop((all, moves, wakes));
         tokio::time::sleep(SECOND_LOOK).await;
-        interrupted = Interrupted::look(state, &wanted)?;
+        (all, moves, wakes) = look_at_all()?;
     }
-    let Interrupted {
-        hibernations: all,
-        wakes,
-        moves,
-    } = interrupted;
     // A wake that was interrupted before its guest was told to run is undone first, and leaves nothing to feed.
     let is_fed = !feeds::look(state, &wanted).is_empty();
     if all.is_empty() && moves.is_empty() && wakes.is_empty() && !is_fed {
@@ -65,29 +63,6 @@ pub async fn recover(
     fed.retain(|fed| !fed.is_of_any(&unsettled));
     worst = worst.max(feeds::recover(fed, !matches!(wanted, Wanted::All), fill, report).await);
     Ok(worst.map_or(ExitCode::SUCCESS, |code| ExitCode::from(code.exit_code())))
-}
-
-/// All that has a record.
-struct Interrupted {
-    hibernations: Vec<Found>,
-    wakes: Vec<Found<wake::record::Record>>,
-    moves: Vec<Found<volume::record::Record>>,
-}
-
-impl Interrupted {
-    fn look(state: &StateDir, wanted: &Wanted) -> Result<Self, Failure> {
-        Ok(Self {
-            hibernations: look(state, wanted)?,
-            wakes: wakes::look(state, wanted)?,
-            moves: volumes::look(state, wanted)?,
-        })
-    }
-
-    fn is_any_under_way(&self) -> bool {
-        self.hibernations.iter().any(is_under_way)
-            || self.wakes.iter().any(is_under_way)
-            || self.moves.iter().any(is_under_way)
-    }
 }
 
 fn is_under_way<R>(found: &Found<R>) -> bool {

@@ -1,11 +1,12 @@
 //! A file that becomes RAM of a guest to be woken.
 
 use std::fs::{File, OpenOptions};
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use super::{MemoryError, check_length};
 use crate::ByteCount;
+use crate::sys::{HUGE_PAGE_BYTES, OwnMapping};
 
 /// A file that becomes RAM of a woken guest: created and sized here, filled in parallel from an
 /// image, mapped shared by QEMU.
@@ -78,6 +79,22 @@ impl MemoryFile {
 
     pub(crate) fn file(&self) -> &File {
         &self.file
+    }
+
+    /// Whether its file system makes it of huge pages, as tmpfs tells by the unit that it likes best.
+    pub(crate) fn is_on_huge_pages(&self) -> bool {
+        let unit = self.file.metadata().map(|metadata| metadata.blksize());
+        unit.is_ok_and(|unit| unit >= HUGE_PAGE_BYTES as u64)
+    }
+
+    /// Maps all of it, as long as nobody else has it.
+    pub(crate) fn map_alone(&self) -> Result<OwnMapping, MemoryError> {
+        // The length was checked to fit when the file was made.
+        OwnMapping::of(&self.file, self.length.0 as usize).map_err(|source| MemoryError::File {
+            operation: "map",
+            path: self.path.clone(),
+            source,
+        })
     }
 }
 

@@ -162,7 +162,13 @@ impl From<ConnectError> for Failure {
 
 impl From<ImageError> for Failure {
     fn from(error: ImageError) -> Self {
-        let code = match &error {
+        Self::new(Code::from(&error), sentence(&error))
+    }
+}
+
+impl From<&ImageError> for Code {
+    fn from(error: &ImageError) -> Self {
+        match error {
             ImageError::NotAnImage { .. }
             | ImageError::NewerFormat { .. }
             | ImageError::Torn { .. }
@@ -170,19 +176,19 @@ impl From<ImageError> for Failure {
             | ImageError::Stream(_)
             | ImageError::WrongKey { .. }
             | ImageError::NotEncrypted { .. }
-            | ImageError::WrongState { .. } => Code::ImageInvalid,
+            | ImageError::WrongState { .. } => Self::ImageInvalid,
             ImageError::Locked { .. }
             | ImageError::DeviceInUse { .. }
             | ImageError::ReadOnly { .. }
             | ImageError::SectorSize { .. }
             | ImageError::DeviceHoldsOther { .. }
             | ImageError::TargetExists { .. }
-            | ImageError::HoldsGuest { .. } => Code::Refused,
-            ImageError::KeyNeeded { .. } => Code::Usage,
+            | ImageError::HoldsGuest { .. } => Self::Refused,
+            ImageError::KeyNeeded { .. } => Self::Usage,
             // Somebody ran it.
-            ImageError::Incoming(IncomingError::Again { .. }) => Code::Refused,
-            ImageError::NoSpace { .. } => Code::NoSpace,
-            ImageError::Cancelled => Code::Cancelled,
+            ImageError::Incoming(IncomingError::Again { .. }) => Self::Refused,
+            ImageError::NoSpace { .. } => Self::NoSpace,
+            ImageError::Cancelled => Self::Cancelled,
             // A wrong path is the caller's to mend, not the storage's.
             ImageError::Io { source, .. }
                 if matches!(
@@ -190,24 +196,23 @@ impl From<ImageError> for Failure {
                     ErrorKind::NotFound | ErrorKind::PermissionDenied | ErrorKind::IsADirectory
                 ) =>
             {
-                Code::Usage
+                Self::Usage
             }
-            ImageError::Io { .. } | ImageError::Memory(_) => Code::StorageIo,
+            ImageError::Io { .. } | ImageError::Memory(_) => Self::StorageIo,
             // What QEMU sends is not ours to mend; what we make of its connections is.
             ImageError::Incoming(error) => match error {
-                IncomingError::Socket(_) => Code::Unreachable,
+                IncomingError::Socket(_) => Self::Unreachable,
                 IncomingError::Stream(_)
                 | IncomingError::Multifd(_)
                 | IncomingError::Again { .. }
                 | IncomingError::Late { .. }
-                | IncomingError::Scattered { .. } => Code::Refused,
-                _ => Code::Internal,
+                | IncomingError::Scattered { .. } => Self::Refused,
+                _ => Self::Internal,
             },
             // The guest lives on, and the device may tell otherwise.
-            ImageError::MayBeSealed { .. } => Code::Operator,
-            _ => Code::Internal,
-        };
-        Self::new(code, sentence(&error))
+            ImageError::MayBeSealed { .. } => Self::Operator,
+            _ => Self::Internal,
+        }
     }
 }
 

@@ -52,4 +52,5 @@ pub use migration::{
     write_precopy,
 };
 pub use run::{Progress, Run, WORKER_THREADS};
+pub use sys::block_device::{LoopBacking, loop_backing};
 pub use volume::{Backend, VolumeKind};

@@ -30,6 +30,8 @@ struct Loader {
     /// The block of the record before.
     current: String,
     in_section: bool,
+    /// Blocks in larger pages.
+    larger_pages: &'static [&'static str],
 }
 
 type Feeding = JoinHandle<Result<Fed, FeedError>>;
@@ -40,6 +42,7 @@ impl Loader {
             stream: BufReader::new(stream),
             current: String::new(),
             in_section: false,
+            larger_pages: &[],
         }
     }
 
@@ -91,8 +94,13 @@ impl Loader {
                     let mut left = self.number(8) & !0xfff;
                     let mut names = Vec::new();
                     while left > 0 {
-                        names.push(self.name());
+                        let name = self.name();
                         left -= self.number(8);
+                        // In larger pages than QEMU's own it says so.
+                        if self.larger_pages.contains(&&name[..]) {
+                            self.take(8);
+                        }
+                        names.push(name);
                     }
                     self.in_section = true;
                     return Piece::Blocks(names);
@@ -147,6 +155,16 @@ impl Loader {
             payload,
         ];
         self.stream.get_mut().write_all(&message.concat()).unwrap();
+    }
+
+    /// Tells that it has nothing of a block.
+    fn has_nothing_of(&mut self, name: &[u8]) {
+        let bitmap = vec![0; 1283_usize.div_ceil(64) * 8];
+        self.say(5, &[&[name.len() as u8], name].concat());
+        let bytes = (bitmap.len() as u64).to_be_bytes();
+        let end = 0x0123_4567_89ab_cdef_u64.to_be_bytes();
+        let bitmap = [&bytes[..], &bitmap, &end].concat();
+        self.stream.get_mut().write_all(&bitmap).unwrap();
     }
 
     fn ask(&mut self, block: &str, offset: u64, length: u32) {
@@ -330,6 +348,79 @@ fn a_bad_chunk_is_told_and_not_fed_and_all_else_is() {
     );
 }
 
+/// Whoever goes on feeding learns that the rest will not come; QEMU waits for another.
+#[test]
+fn a_feed_that_goes_on_ends_when_only_a_bad_chunk_is_left() {
+    let laboratory = Laboratory::new();
+    let image = laboratory.image();
+    let ram = image.layout().block("pc.ram").unwrap().offset;
+    flip_bit(&laboratory.target(), ram + 2 * MIB + 5 * PAGE as u64 + 9);
+    let feeder = feeder(&image, &["pc.ram"], None);
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    let feeding = std::thread::spawn(move || feeder.go_on(theirs, |_| Some(PAGE as u64)));
+    let mut loader = Loader::of(ours);
+    loop {
+        match loader.next() {
+            Piece::Command(10, name) => loader.has_nothing_of(&name[1..]),
+            Piece::Command(9, _) => break,
+            other => panic!("{other:?}"),
+        }
+    }
+    let mut memory = Memory::default();
+    let small: usize = SMALL_BLOCKS.iter().map(|(_, pages)| pages).sum();
+    while memory.pages.len() < small + 1283 - 256 {
+        match loader.next() {
+            Piece::Page(block, offset, content) => memory.put(&block, offset, content),
+            other => panic!("{other:?}"),
+        }
+    }
+    let error = feeding.join().unwrap().unwrap_err();
+    assert!(
+        matches!(&error, FeedError::Damaged { missing, .. } if *missing == ByteCount::mib(1)),
+        "{error:?}"
+    );
+}
+
+/// Storage loses the end of the image for a while: what cannot be read then is asked for again until it can.
+#[test]
+fn what_storage_does_not_give_is_asked_for_until_it_does() {
+    let laboratory = Laboratory::new();
+    let image = laboratory.image();
+    let ram = image.layout().block("pc.ram").unwrap().offset;
+    let whole = std::fs::read(laboratory.target()).unwrap();
+    let (mut loader, feeding, told) = Loader::begin(&image, &["pc.ram"], small_pages);
+    let (mut memory, _) = loader.read_head();
+    let file = std::fs::File::options()
+        .write(true)
+        .open(laboratory.target())
+        .unwrap();
+    file.set_len(ram + MIB).unwrap();
+    // Somebody waits for a page of it, and the rest has its turn.
+    loader.ask("pc.ram", 2 * MIB, PAGE as u32);
+    until("the storage to fail", || !told.damage().is_empty());
+    told.release();
+    let small: usize = SMALL_BLOCKS.iter().map(|(_, pages)| pages).sum();
+    while memory.pages.len() < small + 256 {
+        match loader.next() {
+            Piece::Page(block, offset, content) => memory.put(&block, offset, content),
+            other => panic!("{other:?}"),
+        }
+    }
+    until("all else to fail", || told.damage().len() >= 2);
+    assert!(
+        told.damage().iter().all(|damage| damage.may_come),
+        "{:?}",
+        told.damage()
+    );
+    assert!(!feeding.is_finished());
+    std::os::unix::fs::FileExt::write_all_at(&file, &whole, 0).unwrap();
+    loader.read_to_end(&mut memory);
+    assert!(told.damage().is_empty(), "{:?}", told.damage());
+    loader.say(1, &0_u32.to_be_bytes());
+    feeding.join().unwrap().unwrap();
+    assert!(memory.ram() == laboratory.ram);
+}
+
 #[test]
 fn after_an_interruption_only_what_qemu_has_not_comes() {
     let laboratory = Laboratory::new();
@@ -396,6 +487,7 @@ fn memory_in_larger_pages_goes_in_whole_ones() {
     let image = laboratory.image();
     let page_bytes = |name: &str| if name == "pc.bios" { 16 << 12 } else { 1 << 12 };
     let (mut loader, feeding, told) = Loader::begin(&image, &["pc.ram", "pc.bios"], page_bytes);
+    loader.larger_pages = &["pc.bios"];
     let (mut memory, _) = loader.read_head();
     loader.ask("pc.bios", 37 << 12, 1 << 12);
     told.release();

@@ -3,6 +3,7 @@
 use std::{
     ffi::{OsStr, OsString},
     fs,
+    os::unix::fs::PermissionsExt,
     path::{Path, PathBuf},
     process::{Child, Command, ExitStatus, Stdio},
     sync::mpsc,
@@ -54,6 +55,25 @@ impl Dormouse {
             modules: Some(build.modules()),
             ..self
         }
+    }
+
+    /// The same program where nobody may handle faults of its own memory in the kernel, as in a container: without
+    /// CAP_SYS_PTRACE, on a host whose `vm.unprivileged_userfaultfd` is 0. It can open `/dev/userfaultfd` only `with_device`.
+    pub fn without_userfaultfd(self, lab: &Lab, with_device: bool) -> Self {
+        let program = lab.path(&format!("dormouse-in-a-container-{with_device}"));
+        let device = if with_device {
+            ""
+        } else {
+            "mount --bind /dev/userfaultfd /dev/userfaultfd && mount -o remount,bind,nodev /dev/userfaultfd && "
+        };
+        let script = format!(
+            "#!/bin/sh\nexport CONFINED={}\nexec unshare --mount --propagation slave sh -c '{device}exec setpriv \
+             --bounding-set -sys_ptrace --inh-caps -sys_ptrace \"$CONFINED\" \"$@\"' sh \"$@\"\n",
+            self.program.display()
+        );
+        fs::write(&program, script).expect("the program can be written");
+        fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).expect("it can be made one");
+        Self { program, ..self }
     }
 
     /// The same program with its state directory elsewhere.

@@ -10,7 +10,10 @@ use std::{
 
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::{lab::Lab, wait::PATIENCE};
+use crate::{
+    lab::Lab,
+    wait::{PATIENCE, until},
+};
 
 /// A small ext4 volume on a loop device, unmounted on drop. It takes root to make one.
 pub struct SmallVolume {
@@ -199,6 +202,15 @@ pub fn interrupt(pid: Pid) {
 /// Asks a process to end as a service manager does.
 pub fn end(pid: Pid) {
     kill_process(pid, Signal::TERM).expect("the process is there");
+}
+
+/// Waits until a process stands at a volume that hangs: one that is only slow it waits for, too, but not so long.
+pub fn wait_until_held(pid: Pid) {
+    let mut looks_held = 0;
+    until("the process to stand", || {
+        looks_held = if is_held(pid) { looks_held + 1 } else { 0 };
+        (looks_held == 20).then_some(())
+    });
 }
 
 /// Whether a thread of a process waits for what cannot be interrupted, as a volume that hangs.

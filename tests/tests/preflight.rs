@@ -2,7 +2,7 @@
 
 use std::{ffi::OsString, fs, io::Write, os::unix::fs::FileExt, path::Path};
 
-use dormouse_tests::{Guest, LoopDevice, QemuBuild, Scene, faults::SmallVolume};
+use dormouse_tests::{Guest, LoopDevice, PlainQemu, QemuBuild, Scene, faults::SmallVolume};
 use serde_json::json;
 
 const REFUSED: i32 = 3;
@@ -333,6 +333,43 @@ fn a_device_that_the_guests_disk_lies_on_or_that_lies_on_it_takes_no_image() {
 }
 
 #[test]
+fn a_device_that_lies_on_the_guests_memory_takes_no_image() {
+    let scene = Scene::new(QemuBuild::V10_0);
+    let file = scene.lab.path("ram");
+    let ram = format!(
+        "memory-backend-file,id=pc.ram,size=64M,share=on,mem-path={}",
+        file.display()
+    );
+    let arguments = ["-object", &ram, "-machine", "memory-backend=pc.ram"];
+    let _plain = PlainQemu::start_with(&scene.guest, &arguments);
+    scene.guest.wait_for_ticks(5);
+    let over_the_memory = LoopDevice::over(&file);
+    let over_that = LoopDevice::over(over_the_memory.path());
+    for is_removed in [false, true] {
+        if is_removed {
+            fs::remove_file(&file).unwrap();
+        }
+        for device in [&over_the_memory, &over_that] {
+            let socket = scene.guest.monitor_socket();
+            let outcome = scene
+                .dormouse
+                .hibernate_by_monitor(socket, device.path())
+                .expect_exit(REFUSED);
+            let message = outcome.result()["error"]["message"].to_string();
+            assert!(
+                message.contains("is the guest's own RAM block pc.ram"),
+                "{message}"
+            );
+            scene.guest.wait_for_more_ticks();
+        }
+    }
+    scene
+        .dormouse
+        .hibernate_by_monitor(scene.guest.monitor_socket(), &scene.image())
+        .expect_success();
+}
+
+#[test]
 fn an_export_that_somebody_could_write_through_is_named_with_what_closes_it() {
     for build in [QemuBuild::V7_2, QemuBuild::V10_0, QemuBuild::V11_1] {
         let scene = Scene::new(build);
@@ -350,4 +387,34 @@ fn an_export_that_somebody_could_write_through_is_named_with_what_closes_it() {
         monitor.execute("block-export-del", json!({"id": "backup"}));
         scene.dormouse.hibernate("guest", &scene.image()).expect_success();
     }
+}
+
+#[test]
+fn a_device_that_the_memory_of_another_guest_lies_on_takes_no_image() {
+    let asleep = Scene::new(QemuBuild::V10_0);
+    let device = LoopDevice::with_old_data(&asleep.lab, 160);
+    let mut supervisor = asleep.run();
+    let hibernating = asleep
+        .dormouse
+        .start_hibernating_with("guest", device.path(), &["--replace"]);
+    asleep.dormouse.finish(hibernating).expect_success();
+    supervisor.wait_for_end();
+    let mut woken = asleep.dormouse.wake("guest", device.path(), &["--mode", "map"]);
+    asleep.guest.wait_for_more_ticks();
+    woken.kill();
+
+    let scene = Scene::new(QemuBuild::V10_0);
+    let _supervisor = scene.run();
+    let hibernating = scene
+        .dormouse
+        .start_hibernating_with("guest", device.path(), &["--replace"]);
+    let refused = scene.dormouse.finish(hibernating).expect_exit(REFUSED);
+    let message = refused.result()["error"]["message"].to_string();
+    assert!(message.contains("a guest was woken from it"), "{message}");
+    let discarded = scene
+        .dormouse
+        .image("discard", device.path(), &["--yes", "--json"]);
+    discarded.expect_exit(REFUSED);
+    scene.guest.wait_for_more_ticks();
+    asleep.guest.wait_for_more_ticks();
 }

@@ -177,15 +177,8 @@ fn killed_while_qemu_ends_the_image_is_the_guest() {
     let qemu = scene.lab.only_qemu();
     let client = guarded.start_hibernating(&SLOWLY);
     let held = held_after_the_seal(scene, &guarded.state);
-    let mut looks_held = 0;
-    until("QEMU to be asked once more whether its guest ran", || {
-        // Whoever is held for long has asked: only the record is left.
-        looks_held += 1;
-        if !faults::is_held(Pid::from_child(&client)) {
-            looks_held = 0;
-        }
-        (looks_held == 20).then_some(())
-    });
+    // Whoever is held for long has asked QEMU once more whether its guest ran: only the record is left.
+    faults::wait_until_held(Pid::from_child(&client));
     faults::freeze(qemu);
     drop(held);
     until("the record after the seal", || {
@@ -272,6 +265,27 @@ fn a_torn_record_is_told_and_nothing_is_touched() {
     assert_eq!(files_of_images(scene).len(), 1);
     fs::write(&path, &whole).expect("the record can be mended");
     guarded.expect_given_back();
+}
+
+#[test]
+fn a_record_that_cannot_be_read_keeps_every_image_asleep() {
+    let scene = Scene::new(QemuBuild::V10_0);
+    let image = scene.hibernated();
+    for folder in [".operations", ".wakes"] {
+        let folder = scene.dormouse.state_dir().join(folder);
+        fs::create_dir_all(&folder).expect("a folder can be made");
+        let record = folder.join("5c2e9d0e-92f5-4d67-a6c4-7b1f5a3c8d21.json");
+        fs::write(&record, "{\"form\": 99}").expect("a record can be written");
+        let refused = scene
+            .dormouse
+            .try_wake("guest", &image, &[])
+            .expect_exit(OPERATOR);
+        assert!(refused.stderr.contains("cannot be read"), "{refused:#?}");
+        scene.lab.wait_for_no_qemu();
+        fs::remove_file(&record).expect("the record can be removed");
+    }
+    let _woken = scene.dormouse.wake("guest", &image, &[]);
+    scene.guest.wait_for_more_ticks();
 }
 
 #[test]

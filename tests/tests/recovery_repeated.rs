@@ -140,5 +140,18 @@ fn what_a_hibernation_left_is_ended_by_the_next_one_of_the_same_supervisor() {
 
     cancelled(&scene);
     expect_guest_as_before(&scene, &before);
+
+    // Meanwhile its owner may have paused it, and nobody runs it for that.
+    fs::create_dir_all(path.parent().expect("a record is in a folder")).expect("a folder can be made");
+    fs::write(&path, record.to_string()).expect("the record can be written");
+    scene.guest.monitor().stop();
+    let ticks = scene.guest.counters().len();
     dormouse.hibernate("guest", &image(&scene)).expect_success();
+    assert!(!path.exists());
+    assert_eq!(scene.guest.counters().len(), ticks);
+    let inspected = dormouse
+        .image("inspect", &image(&scene), &["--json"])
+        .expect_success();
+    let saved = inspected.result()["manifest"]["guest"]["state_when_saved"].clone();
+    assert_eq!(saved, "paused");
 }

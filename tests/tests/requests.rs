@@ -78,6 +78,9 @@ fn the_same_request_is_done_once_while_it_runs_and_after_it_ended() {
     for field in ["result", "image", "image_id", "engine"] {
         assert_eq!(first.result()[field], fourth.result()[field], "{field}");
     }
+    // It was sealed before its pause was over.
+    assert!(first.result()["pause_ms"].is_f64(), "{first:#?}");
+    assert!(fourth.result()["pause_ms"].is_null(), "{fourth:#?}");
 
     // A copy of the request that comes after the guest was woken does not put it to sleep again.
     let _woken = scene.dormouse.wake("guest", &image, &[]);
@@ -85,6 +88,54 @@ fn the_same_request_is_done_once_while_it_runs_and_after_it_ended() {
     let late = hibernate(&scene.dormouse, &image, &options).expect_exit(REFUSED);
     assert!(message(&late).contains("woken from its image since"), "{late:#?}");
     scene.guest.wait_for_more_ticks();
+}
+
+#[test]
+fn a_snapshot_is_taken_once_and_found_again_in_its_image() {
+    for live in [&[][..], &["--live"]] {
+        let scene = Scene::new(QemuBuild::V10_0);
+        let mut supervisor = scene.run();
+        let image = scene.image();
+        let options = [live, &["--operation-id", ID]].concat();
+        let taken = || {
+            scene
+                .dormouse
+                .snapshot("guest", &image, &options)
+                .expect_success()
+                .result()
+        };
+        let first = taken();
+        assert_eq!(taken(), first);
+        supervisor.kill();
+        let monitor = scene.dormouse.own_monitor("guest");
+        let by_monitor = [
+            "snapshot",
+            "--json",
+            "--qmp",
+            monitor.to_str().unwrap(),
+            "--to",
+            image.to_str().unwrap(),
+        ];
+        let by_monitor = [&by_monitor[..], &options].concat();
+        let found = scene.dormouse.execute(&by_monitor).expect_success().result();
+        for field in ["result", "image", "image_id", "engine", "data_bytes"] {
+            assert_eq!(first[field], found[field], "{field}");
+        }
+        for field in ["pause_ms", "sealed_after_ms"] {
+            assert!(
+                first[field].is_f64() && found[field].is_null(),
+                "{field}: {first} {found}"
+            );
+        }
+        // The guest is not in it for good.
+        let hibernating =
+            scene
+                .dormouse
+                .start_hibernating_by_monitor(&monitor, &image, &["--operation-id", ID]);
+        let refused = scene.dormouse.finish(hibernating).expect_exit(REFUSED);
+        assert!(message(&refused).contains("other parameters"), "{refused:#?}");
+        scene.guest.wait_for_more_ticks();
+    }
 }
 
 #[test]

@@ -258,6 +258,28 @@ fn a_live_snapshot_that_is_cancelled_never_stops_its_guest_and_leaves_no_image()
 }
 
 #[test]
+fn a_guest_that_its_owner_pauses_while_it_is_saved_live_stays_paused_and_so_does_its_copy() {
+    for build in LIVE_BUILDS {
+        let (scene, _supervisor) = counting(build);
+        let options = [&["--live"][..], &SLOWLY].concat();
+        let whom = ["guest".as_ref()];
+        let mut client = scene
+            .dormouse
+            .start_taking_snapshot(&whom, &image(&scene), &options);
+        wait_for_passes(&mut client);
+        scene.guest.monitor().stop();
+        scene.dormouse.finish(client).expect_success();
+        scene.guest.monitor().wait_for_status("paused");
+        let inspected = scene.dormouse.image("inspect", &image(&scene), &["--json"]);
+        let inspected = inspected.expect_success().result();
+        assert_eq!(
+            inspected["manifest"]["guest"]["state_when_saved"], "paused",
+            "{inspected:#}"
+        );
+    }
+}
+
+#[test]
 fn killed_while_the_guest_is_saved_live_it_runs_on() {
     for build in LIVE_BUILDS {
         let options = [&["--live"][..], &SLOWLY].concat();

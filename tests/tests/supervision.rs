@@ -4,11 +4,13 @@ use std::ffi::OsString;
 use std::fs;
 
 use dormouse_tests::{BootSectorGuest, Dormouse, Guest, Lab, PlainQemu, QemuBuild, faults, until};
+use rustix::process::Pid;
 use serde_json::json;
 
 const REFUSED: i32 = 3;
 const UNREACHABLE: i32 = 4;
 const CANCELLED: i32 = 6;
+const OPERATOR: i32 = 10;
 const KILLED: i32 = 128 + 9;
 
 #[test]
@@ -132,6 +134,68 @@ fn a_guest_whose_supervisor_was_killed_lives_on_and_can_be_hibernated() {
     let last = guest.last_counter();
     let _woken = dormouse.wake("guest", &image, &[]);
     assert!(guest.wait_for_more_ticks() > last);
+}
+
+#[test]
+fn a_vm_whose_record_cannot_be_read_is_not_started_a_second_time() {
+    let lab = Lab::new();
+    let dormouse = Dormouse::new(&lab);
+    let guest = BootSectorGuest::new(&lab, QemuBuild::V10_0);
+    dormouse.run("guest", &guest).kill();
+    let record = dormouse.state_dir().join("guest/vm.json");
+    let text = fs::read_to_string(&record).expect("there is a record");
+    fs::write(&record, &text[..text.len() / 2]).expect("it can be torn");
+    let refused = dormouse
+        .try_run("guest", &[], &guest.command_line())
+        .expect_exit(OPERATOR);
+    assert!(refused.stderr.contains("vm.json cannot be read"), "{refused:#?}");
+    guest.wait_for_more_ticks();
+}
+
+#[test]
+fn an_ending_is_written_down_however_the_path_to_the_monitor_is_spelled() {
+    let lab = Lab::new();
+    let dormouse = Dormouse::new(&lab);
+    let guest = BootSectorGuest::new(&lab, QemuBuild::V10_0);
+    let image = lab.path("guest.image");
+    dormouse.run("guest", &guest).kill();
+    let link = lab.path("link");
+    std::os::unix::fs::symlink(dormouse.state_dir().join("guest"), &link).expect("a link can be made");
+    dormouse
+        .hibernate_by_monitor(&link.join("qmp.sock"), &image)
+        .expect_success();
+    let status = dormouse.status("guest").expect_success().result();
+    assert_eq!(status["ended"], "hibernated", "{status}");
+}
+
+#[test]
+fn a_supervisor_that_does_not_answer_is_let_go_of_by_a_second_ctrl_c() {
+    let lab = Lab::new();
+    let dormouse = Dormouse::new(&lab);
+    let guest = BootSectorGuest::new(&lab, QemuBuild::V10_0);
+    let supervisor = dormouse.run("guest", &guest);
+    faults::freeze(supervisor.pid());
+    let hibernating = dormouse.start_hibernating("guest", &lab.path("guest.image"));
+    let asking = Pid::from_child(&hibernating);
+    until("the request to be made", || {
+        let name = format!("/proc/{}/task", asking.as_raw_nonzero());
+        (fs::read_dir(name).is_ok_and(|threads| threads.count() > 1)).then_some(())
+    });
+    // Each is one if they are not at once; more than two do no harm.
+    let mut hibernating = Some(hibernating);
+    let outcome = until("the client to end", || {
+        let mut running = hibernating.take()?;
+        if running.try_wait().expect("it can be looked at").is_none() {
+            faults::interrupt(asking);
+            hibernating = Some(running);
+            return None;
+        }
+        Some(dormouse.finish(running))
+    });
+    // What becomes of the request then is not told: it may have been read.
+    faults::thaw(supervisor.pid());
+    let message = outcome.expect_exit(UNREACHABLE).result()["error"]["message"].clone();
+    assert!(message.to_string().contains("does not answer"), "{message}");
 }
 
 #[test]

@@ -9,11 +9,9 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use dormouse_tests::faults::{self, SmallVolume};
-use dormouse_tests::{
-    Dormouse, Guest, Lab, LoopDevice, Monitor, Outcome, PlainQemu, QemuBuild, SectorWriter, until,
-};
+use dormouse_tests::{Dormouse, Guest, Lab, LoopDevice, MovingGuest, QemuBuild, SectorWriter, until};
 use rustix::process::Pid;
-use serde_json::{Value, json};
+use serde_json::json;
 
 const REFUSED: i32 = 3;
 const CANCELLED: i32 = 6;
@@ -21,75 +19,6 @@ const NO_SPACE: i32 = 7;
 
 /// The size of the guest's disk.
 const DISK_BYTES: u64 = 1 << 30;
-
-/// A guest that writes numbered sectors as fast as it can, under a QEMU that nobody supervises.
-struct Writing {
-    // Dropped in this order: the lab sweeps up last.
-    qemu: PlainQemu,
-    guest: SectorWriter,
-    dormouse: Dormouse,
-    lab: Lab,
-}
-
-impl Writing {
-    fn start(build: QemuBuild) -> Self {
-        Self::start_with(build, |_| Vec::new())
-    }
-
-    fn start_with(build: QemuBuild, more: impl FnOnce(&Lab) -> Vec<String>) -> Self {
-        let lab = Lab::new();
-        let dormouse = Dormouse::new(&lab);
-        let guest = SectorWriter::new(&lab, build);
-        let more = more(&lab);
-        let more: Vec<&str> = more.iter().map(String::as_str).collect();
-        let qemu = PlainQemu::start_with(&guest, &more);
-        guest.wait_for_sector(200);
-        Self {
-            qemu,
-            guest,
-            dormouse,
-            lab,
-        }
-    }
-
-    fn arguments(&self, volumes: &[String], more: &[&str]) -> Vec<String> {
-        let socket = self.guest.monitor_socket().display().to_string();
-        let mut arguments: Vec<String> = ["volume", "move", "--json", "--qmp", &socket]
-            .map(str::to_owned)
-            .to_vec();
-        for volume in volumes {
-            arguments.extend(["--volume".to_owned(), volume.clone()]);
-        }
-        arguments.extend(more.iter().map(|&option| option.to_owned()));
-        arguments
-    }
-
-    fn moves(&self, volumes: &[String], more: &[&str]) -> Outcome {
-        self.dormouse.execute(&self.arguments(volumes, more))
-    }
-
-    /// Ends QEMU, so that all it holds is on its volumes, which must be let go of.
-    fn end(self) -> (SectorWriter, Lab) {
-        self.guest.monitor().execute("stop", json!({}));
-        self.guest.monitor().execute("quit", json!({}));
-        self.lab.wait_for_no_qemu();
-        drop(self.qemu);
-        self.guest.expect_no_complaint();
-        (self.guest, self.lab)
-    }
-
-    fn block_nodes(&self) -> Vec<String> {
-        block_nodes(&mut self.guest.monitor())
-    }
-}
-
-fn block_nodes(monitor: &mut Monitor) -> Vec<String> {
-    let nodes = monitor.execute("query-named-block-nodes", json!({"flat": true}));
-    let name = |node: &Value| node["node-name"].as_str().unwrap().to_owned();
-    let mut names: Vec<String> = nodes.as_array().unwrap().iter().map(name).collect();
-    names.sort();
-    names
-}
 
 fn volume(disk: &str, to: &Path, options: &str) -> String {
     format!("{disk}={}{options}", to.display())
@@ -128,7 +57,7 @@ fn no_write_is_lost_on_qemu_11_1() {
 
 /// From a raw file to another, to a qcow2 image, and to a raw file again, with the guest writing all the time.
 fn no_write_is_lost(build: QemuBuild) {
-    let writing = Writing::start(build);
+    let writing = MovingGuest::start(build);
     let [second, third, fourth] =
         ["second.img", "third.qcow2", "fourth.img"].map(|name| writing.lab.path(name));
     let first = writing.guest.disk().to_owned();
@@ -177,7 +106,7 @@ fn no_write_is_lost(build: QemuBuild) {
 
 #[test]
 fn a_disk_moves_to_a_larger_block_device_and_back_to_its_smaller_file() {
-    let writing = Writing::start(QemuBuild::V10_0);
+    let writing = MovingGuest::start(QemuBuild::V10_0);
     let device = LoopDevice::with_old_data(&writing.lab, 1040);
     let first = writing.guest.disk().to_owned();
     writing
@@ -239,7 +168,7 @@ fn more_disks(lab: &Lab) -> Vec<String> {
     .to_vec()
 }
 
-fn plug_a_disk(writing: &Writing) -> PathBuf {
+fn plug_a_disk(writing: &MovingGuest) -> PathBuf {
     let file = writing.lab.path("plugged.img");
     fs::write(&file, vec![7; 1 << 20]).unwrap();
     let mut monitor = writing.guest.monitor();
@@ -261,7 +190,7 @@ fn plug_a_disk(writing: &Writing) -> PathBuf {
 #[test]
 fn disks_of_all_kinds_move_at_once_on_every_qemu() {
     for build in [QemuBuild::V7_2, QemuBuild::V10_0, QemuBuild::V11_1] {
-        let writing = Writing::start_with(build, more_disks);
+        let writing = MovingGuest::start_with(build, more_disks);
         let plugged = plug_a_disk(&writing);
         let old = [
             writing.guest.disk().to_owned(),
@@ -314,7 +243,7 @@ fn disks_of_all_kinds_move_at_once_on_every_qemu() {
 
 #[test]
 fn what_cannot_be_moved_is_told_all_at_once_and_nothing_is_touched() {
-    let writing = Writing::start_with(QemuBuild::V10_0, more_disks);
+    let writing = MovingGuest::start_with(QemuBuild::V10_0, more_disks);
     let before = writing.block_nodes();
     let small = writing.lab.path("small");
     File::create(&small).unwrap().set_len(DISK_BYTES - 4096).unwrap();
@@ -345,8 +274,8 @@ fn what_cannot_be_moved_is_told_all_at_once_and_nothing_is_touched() {
 
 #[test]
 fn a_volume_of_another_qemu_is_not_taken() {
-    let other = Writing::start(QemuBuild::V10_0);
-    let writing = Writing::start(QemuBuild::V10_0);
+    let other = MovingGuest::start(QemuBuild::V10_0);
+    let writing = MovingGuest::start(QemuBuild::V10_0);
     let refused = writing
         .moves(&[volume("ide0-hd0", other.guest.disk(), "")], &[])
         .expect_exit(REFUSED);
@@ -354,7 +283,7 @@ fn a_volume_of_another_qemu_is_not_taken() {
 }
 
 /// Starts a move that takes long, and waits until it copies.
-fn start_slowly(writing: &Writing, target: &Path) -> std::process::Child {
+fn start_slowly(writing: &MovingGuest, target: &Path) -> std::process::Child {
     let arguments = writing.arguments(&[volume("ide0-hd0", target, ",create")], &["--speed", "1M"]);
     let child = writing.dormouse.spawn(&arguments);
     until("the target to be filled", || {
@@ -371,7 +300,7 @@ fn allocated_bytes_if_there(file: &Path) -> u64 {
 #[test]
 fn a_cancelled_move_leaves_the_disks_as_they_were_on_every_qemu() {
     for build in [QemuBuild::V7_2, QemuBuild::V10_0, QemuBuild::V11_1] {
-        let writing = Writing::start(build);
+        let writing = MovingGuest::start(build);
         let before = writing.block_nodes();
         let target = writing.lab.path("new");
         let moving = start_slowly(&writing, &target);
@@ -382,7 +311,7 @@ fn a_cancelled_move_leaves_the_disks_as_they_were_on_every_qemu() {
     }
 }
 
-fn expect_as_before(writing: &Writing, before: &[String], target: &Path) {
+fn expect_as_before(writing: &MovingGuest, before: &[String], target: &Path) {
     assert_eq!(writing.block_nodes(), before);
     assert_eq!(
         writing.guest.monitor().execute("query-jobs", json!({})),
@@ -398,7 +327,7 @@ fn expect_as_before(writing: &Writing, before: &[String], target: &Path) {
 
 #[test]
 fn killed_while_it_copies_the_recovery_leaves_the_disks_as_they_were() {
-    let writing = Writing::start(QemuBuild::V10_0);
+    let writing = MovingGuest::start(QemuBuild::V10_0);
     let before = writing.block_nodes();
     let target = writing.lab.path("new");
     let moving = start_slowly(&writing, &target);
@@ -415,7 +344,7 @@ fn killed_while_it_copies_the_recovery_leaves_the_disks_as_they_were() {
 #[test]
 fn killed_at_the_switch_all_volumes_are_the_new_ones_or_all_are_the_old_ones() {
     for point in ["intending", "committed"] {
-        let writing = Writing::start_with(QemuBuild::V10_0, more_disks);
+        let writing = MovingGuest::start_with(QemuBuild::V10_0, more_disks);
         let before = writing.block_nodes();
         let new = [writing.lab.path("new-0"), writing.lab.path("new-1")];
         let volumes = [
@@ -458,7 +387,7 @@ fn a_target_that_gets_full_leaves_the_guest_on_its_old_volume_on_every_qemu() {
 }
 
 fn a_target_that_gets_full_leaves_the_guest_on_its_old_volume(build: QemuBuild) {
-    let writing = Writing::start(build);
+    let writing = MovingGuest::start(build);
     let before = writing.block_nodes();
     let full = SmallVolume::new(&writing.lab, 16);
     let target = full.path("new");
@@ -499,7 +428,7 @@ fn twenty_moves_on_qemu_11_1_lose_nothing_and_leave_nothing_behind() {
 }
 
 fn twenty_moves(build: QemuBuild) {
-    let writing = Writing::start(build);
+    let writing = MovingGuest::start(build);
     let places = [writing.lab.path("one"), writing.lab.path("two")];
     for place in &places {
         File::create(place).unwrap().set_len(DISK_BYTES).unwrap();

@@ -56,8 +56,9 @@ impl Asleep {
         until("the wake to stand before the mark", || {
             let (_, record) = self.scene.dormouse.wakes().pop()?;
             assert_eq!(record["point"], "marked");
-            faults::is_held(wake.pid()).then_some(())
+            Some(())
         });
+        wait_until_held(&wake);
         (held, wake, self.scene.lab.only_qemu())
     }
 
@@ -164,15 +165,7 @@ impl Asleep {
 
 /// Whoever is held for long stands at what hangs, and not at what comes before.
 fn wait_until_held(wake: &Supervisor) {
-    let mut looks_held = 0;
-    until("the wake to stand", || {
-        looks_held = if faults::is_held(wake.pid()) {
-            looks_held + 1
-        } else {
-            0
-        };
-        (looks_held == 20).then_some(())
-    });
+    faults::wait_until_held(wake.pid());
 }
 
 #[test]

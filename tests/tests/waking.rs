@@ -118,9 +118,7 @@ fn a_qemu_that_is_killed_while_its_image_is_marked_leaves_the_image_sealed() {
     // The mark is the first that is written to the volume.
     let hanging = Hanging::volume(&volume);
     let waking = start_waking(&scene, &image, &["--mode", "stream"]);
-    until("the mark to be written", || {
-        faults::is_held(Pid::from_child(&waking)).then_some(())
-    });
+    faults::wait_until_held(Pid::from_child(&waking));
     faults::kill(scene.lab.only_qemu());
     drop(hanging);
     scene.dormouse.finish(waking).expect_exit(UNREACHABLE);

@@ -54,6 +54,9 @@ pub struct BlockNode {
     /// How many backing images there are.
     #[serde(deserialize_with = "tolerant")]
     pub backing_file_depth: Option<u64>,
+    /// Whether what is on it is encrypted.
+    #[serde(deserialize_with = "tolerant")]
+    pub encrypted: Option<bool>,
     /// How writes of zeros are treated: `off`, `on` or `unmap`.
     #[serde(deserialize_with = "tolerant")]
     pub detect_zeroes: Option<String>,
@@ -103,12 +106,23 @@ pub struct ImageInfo {
     /// Whether it is encrypted.
     #[serde(deserialize_with = "tolerant")]
     pub encrypted: Option<bool>,
+    /// The internal snapshots of a format that has them.
+    #[serde(deserialize_with = "tolerant")]
+    pub snapshots: Option<Vec<ImageSnapshot>>,
     /// The file name of the backing image, as recorded in this one.
     #[serde(deserialize_with = "tolerant")]
     pub backing_filename: Option<String>,
     /// The backing image.
     #[serde(deserialize_with = "tolerant")]
     pub backing_image: Option<Box<ImageInfo>>,
+}
+
+/// An internal snapshot of an [`ImageInfo`].
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(default)]
+pub struct ImageSnapshot {
+    /// The name that a person gave it.
+    pub name: String,
 }
 
 /// A dirty bitmap of a [`BlockNode`].

@@ -14,7 +14,9 @@ use tokio::net::UnixStream;
 use tokio::time::Instant;
 use uuid::Uuid;
 
-use super::types::{Cancelled, Completed, NewOperation, Operation, Problem, Terms, Vm};
+use super::types::{
+    Cancelled, Completed, NewOperation, NewSpeed, Operation, Problem, SpeedChanged, Terms, Vm,
+};
 use crate::error::{Code, Failure, sentence};
 use crate::machine::hibernate::forecast::Forecast;
 use crate::machine::hibernate::machine::CancelAnswer;
@@ -23,6 +25,9 @@ use crate::vm::diagnosis::Diagnosis;
 
 /// How long a supervisor is waited for whose guest is in its image.
 const END_LIMIT: Duration = Duration::from_secs(5);
+
+/// How long a supervisor may take to tell what its VM does. QEMU is asked for some of it.
+const ANSWER_LIMIT: Duration = Duration::from_secs(35);
 
 /// How often it is looked for.
 const POLL: Duration = Duration::from_millis(2);
@@ -43,9 +48,23 @@ impl Supervisor {
         }
     }
 
-    /// What the VM does.
+    /// The VM's name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// What the VM does. A supervisor that does not say so in a while is not waited for.
     pub async fn vm(&self) -> Result<Vm, Failure> {
-        self.call(Method::GET, "/v1/vm", None::<&()>).await
+        let told = self.call(Method::GET, "/v1/vm", None::<&()>);
+        tokio::time::timeout(ANSWER_LIMIT, told)
+            .await
+            .unwrap_or_else(|_| {
+                let why = format!(
+                    "the supervisor of VM {} does not answer within {ANSWER_LIMIT:?}",
+                    self.name
+                );
+                Err(Failure::new(Code::Unreachable, why))
+            })
     }
 
     /// What can be done with the VM.
@@ -95,6 +114,18 @@ impl Supervisor {
             )
             .await?;
         Ok(completed.was_waited_for)
+    }
+
+    /// Changes how much of a move is copied in a second. Returns whether there was still something to be copied.
+    pub async fn change_speed(&self, id: Uuid, bytes_per_second: Option<u64>) -> Result<bool, Failure> {
+        let changed: SpeedChanged = self
+            .call(
+                Method::POST,
+                &format!("/v1/operations/{id}/speed"),
+                Some(&NewSpeed { bytes_per_second }),
+            )
+            .await?;
+        Ok(changed.in_time)
     }
 
     /// Whether the supervisor is there.

@@ -15,9 +15,12 @@ use tokio::net::UnixListener;
 use tokio::sync::{oneshot, watch};
 use uuid::Uuid;
 
-use super::types::{Cancelled, Completed, MemoryFeed, NewOperation, Operation, Problem, Terms, Vm};
+use super::types::{
+    Cancelled, Completed, MemoryFeed, NewOperation, NewSpeed, Operation, Problem, SpeedChanged, Terms, Vm,
+};
 use crate::error::{Code, Failure};
 use crate::machine::hibernate::forecast::{Forecast, forecast};
+use crate::machine::volume::word::Said;
 use crate::supervisor::{Handle, Request, hibernation};
 use crate::vm::diagnosis::{Diagnosis, diagnose};
 use crate::vm::monitor;
@@ -65,6 +68,7 @@ fn router(handle: Handle) -> Router {
         .route("/v1/operations/{id}", get(watch_operation))
         .route("/v1/operations/{id}/cancel", post(cancel))
         .route("/v1/operations/{id}/complete", post(complete))
+        .route("/v1/operations/{id}/speed", post(change_speed))
         .fallback(async || Failure::new(Code::Usage, "there is no such route"))
         .with_state(handle)
 }
@@ -159,7 +163,25 @@ async fn complete(
 ) -> Result<Json<Completed>, Failure> {
     let (answer, answered) = oneshot::channel();
     Ok(Json(Completed {
-        was_waited_for: ask(&handle, Request::Complete(id, answer), answered).await?,
+        was_waited_for: ask(&handle, Request::Tell(id, Said::Complete, answer), answered).await?,
+    }))
+}
+
+async fn change_speed(
+    State(handle): State<Handle>,
+    UrlPath(id): UrlPath<Uuid>,
+    Json(NewSpeed { bytes_per_second }): Json<NewSpeed>,
+) -> Result<Json<SpeedChanged>, Failure> {
+    if bytes_per_second == Some(0) {
+        return Err(Failure::new(
+            Code::Usage,
+            "at most 0 bytes in a second would never end",
+        ));
+    }
+    let (answer, answered) = oneshot::channel();
+    let request = Request::Tell(id, Said::Speed(bytes_per_second), answer);
+    Ok(Json(SpeedChanged {
+        in_time: ask(&handle, request, answered).await?,
     }))
 }
 

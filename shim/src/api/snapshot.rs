@@ -102,10 +102,10 @@ pub struct Snapshot {
     /// How it went, if the guest ran while it was saved.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub live: Option<Passes>,
-    /// From the stop of the vCPUs until the guest was given back, in milliseconds.
-    pub pause_ms: f64,
-    /// From the beginning to a sealed image, in milliseconds.
-    pub sealed_after_ms: f64,
+    /// From the stop of the vCPUs until the guest was given back, in milliseconds; not known of a snapshot by an earlier command.
+    pub pause_ms: Option<f64>,
+    /// From the beginning to a sealed image, in milliseconds; not known of a snapshot by an earlier command.
+    pub sealed_after_ms: Option<f64>,
     /// How long each phase took, in milliseconds.
     pub timings_ms: BTreeMap<String, f64>,
 }
@@ -131,8 +131,8 @@ impl From<hibernate::Report> for Snapshot {
             stored_bytes: report.stored.0,
             zero_bytes: report.zero.0,
             live: report.live,
-            pause_ms: report.pause_ms,
-            sealed_after_ms: report.sealed_after_ms,
+            pause_ms: Some(report.pause_ms),
+            sealed_after_ms: Some(report.sealed_after_ms),
             timings_ms: by_name(&report.timings_ms),
         }
     }

@@ -14,7 +14,8 @@ use super::snapshot::{NewSnapshot, Snapshot};
 use crate::error::{Code, Disposition, Failure, GuestState};
 use crate::machine::effect::milliseconds;
 use crate::machine::hibernate::machine::CancelAnswer;
-use crate::machine::volume::{VolumeProgress, Wish as VolumeWish};
+use crate::machine::volume::grow::Grown;
+use crate::machine::volume::{VolumeProgress, WhenFull, Wish as VolumeWish};
 use crate::machine::wake::feeding::{State, View};
 use crate::machine::wake::follow_up::FollowUp;
 use crate::machine::{hibernate, suspend, volume, wake};
@@ -77,6 +78,8 @@ pub struct MemoryFeed {
 pub enum FeedState {
     /// Memory is coming.
     Feeding,
+    /// Some of it cannot be had from the image: the guest stands where it needs it. All else is coming, or there.
+    Damaged,
     /// All is there.
     Complete,
     /// Not all will be.
@@ -94,27 +97,31 @@ pub struct DamagedMemory {
     pub length: u64,
     /// Why.
     pub why: String,
+    /// Whether it may come yet: storage did not give it, and is asked again.
+    pub may_come: bool,
 }
 
 impl From<&View> for MemoryFeed {
     fn from(view: &View) -> Self {
         let (state, numbers, damage) = view.state();
-        let took = match &state {
-            State::Complete(fed) => fed.took,
-            _ => view.began().elapsed(),
-        };
-        let bytes_per_second = (numbers.fed.0 as f64 / took.as_secs_f64().max(1e-3)) as u64;
-        let left = numbers.total.0 - numbers.fed.0.min(numbers.total.0);
+        let (pace, rest) = view.pace();
+        let error = view.failure();
         let micros = |time: Option<Duration>| Some(time?.as_micros().try_into().unwrap_or(u64::MAX));
         Self {
             total_bytes: numbers.total.0,
             fed_bytes: numbers.fed.0,
-            bytes_per_second,
-            remaining_ms: (state == State::Feeding && bytes_per_second > 0)
-                .then(|| (left as f64 / bytes_per_second as f64 * 1000.0) as u64),
+            bytes_per_second: pace.0,
+            remaining_ms: rest.map(|rest| rest.as_millis().try_into().unwrap_or(u64::MAX)),
             answers: numbers.answers,
             answer_p50_us: micros(numbers.half_within),
             answer_p99_us: micros(numbers.nearly_all_within),
+            state: match state {
+                State::Feeding if damage.is_empty() => FeedState::Feeding,
+                State::Feeding => FeedState::Damaged,
+                State::Complete(_) => FeedState::Complete,
+                State::Failed(_) => FeedState::Failed,
+            },
+            error: error.as_ref().map(Problem::from),
             damaged: damage
                 .into_iter()
                 .map(|damage| DamagedMemory {
@@ -122,17 +129,9 @@ impl From<&View> for MemoryFeed {
                     offset: damage.offset,
                     length: damage.length.0,
                     why: damage.why,
+                    may_come: damage.may_come,
                 })
                 .collect(),
-            error: match &state {
-                State::Failed(failure) => Some(Problem::from(failure)),
-                _ => None,
-            },
-            state: match state {
-                State::Feeding => FeedState::Feeding,
-                State::Complete(_) => FeedState::Complete,
-                State::Failed(_) => FeedState::Failed,
-            },
         }
     }
 }
@@ -235,12 +234,32 @@ pub enum NewOperation {
         /// Whether the volumes are only switched when that is asked for.
         #[serde(default)]
         complete_by_hand: bool,
+        /// Whether dirty bitmaps that cannot go with their disk may be lost.
+        #[serde(default)]
+        drop_bitmaps: bool,
+        /// Whether the copies are compared before the switch.
+        #[serde(default)]
+        verify: bool,
+        /// What is done when a new volume is full.
+        #[serde(default)]
+        when_full: WhenFull,
+        /// How long a volume that is not there is waited for, in milliseconds.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        wait_for_target_ms: Option<u64>,
         /// How long it may take until the switch, in milliseconds.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         timeout_ms: Option<u64>,
         /// How long it may go without there being less to copy than ever before, in milliseconds.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         stall_timeout_ms: Option<u64>,
+    },
+    /// Let a disk of the running guest become larger.
+    GrowVolume {
+        /// The disk.
+        disk: String,
+        /// Its new size, in bytes; without it, all of its volume.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        size_bytes: Option<u64>,
     },
 }
 
@@ -283,6 +302,7 @@ impl NewOperation {
                     .collect();
                 format!("move of {}", to.join(", "))
             }
+            Self::GrowVolume { disk, .. } => format!("growth of {disk}"),
         }
     }
 
@@ -293,6 +313,7 @@ impl NewOperation {
             Self::Snapshot(_) => OperationKind::Snapshot,
             Self::SuspendToDisk { .. } => OperationKind::SuspendToDisk,
             Self::MoveVolumes { .. } => OperationKind::MoveVolumes,
+            Self::GrowVolume { .. } => OperationKind::GrowVolume,
         }
     }
 }
@@ -362,6 +383,8 @@ pub enum OperationKind {
     SuspendToDisk,
     /// The guest gets other volumes.
     MoveVolumes,
+    /// A disk becomes larger.
+    GrowVolume,
 }
 
 /// An operation.
@@ -386,6 +409,9 @@ pub struct Operation {
     /// The volumes that are moved: which one counts, and how far each is.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub volumes: Vec<VolumeProgress>,
+    /// What it waits for, where that is somebody's to do: room on a volume, or a volume.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub waiting: Option<String>,
     /// What came of it, once it ended well.
     pub result: Option<Ending>,
     /// Why it failed, once it did.
@@ -411,6 +437,8 @@ pub enum Ending {
     SuspendedToDisk(SuspendedToDisk),
     /// The guest is on its new volumes.
     VolumesMoved(VolumesMoved),
+    /// A disk is larger.
+    VolumeGrown(VolumeGrown),
 }
 
 /// What came of a move of volumes.
@@ -436,10 +464,48 @@ pub enum VolumesMovedTag {
     VolumesMoved,
 }
 
+/// What came of a growth.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct VolumeGrown {
+    /// `volume-grown`.
+    pub result: VolumeGrownTag,
+    /// The disk.
+    pub disk: String,
+    /// Its volume.
+    pub volume: PathBuf,
+    /// Its size before, in bytes.
+    pub from_bytes: u64,
+    /// Its size now, in bytes.
+    pub to_bytes: u64,
+}
+
+/// The word that tells results apart in a stream of JSON lines.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum VolumeGrownTag {
+    /// The disk is larger, and the guest was told.
+    VolumeGrown,
+}
+
+impl From<Grown> for VolumeGrown {
+    fn from(grown: Grown) -> Self {
+        Self {
+            result: VolumeGrownTag::VolumeGrown,
+            disk: grown.disk,
+            volume: grown.volume,
+            from_bytes: grown.from_bytes,
+            to_bytes: grown.to_bytes,
+        }
+    }
+}
+
 impl Ending {
     /// Whether it is the guest's end too.
     pub fn is_of_the_guest(&self) -> bool {
-        !matches!(self, Self::Snapshot(_) | Self::VolumesMoved(_))
+        !matches!(
+            self,
+            Self::Snapshot(_) | Self::VolumesMoved(_) | Self::VolumeGrown(_)
+        )
     }
 }
 
@@ -485,8 +551,8 @@ pub struct Hibernated {
     pub stored_bytes: u64,
     /// RAM that was zero and was not written, in bytes.
     pub zero_bytes: u64,
-    /// From the stop of the vCPUs to a sealed image, in milliseconds.
-    pub pause_ms: f64,
+    /// From the stop of the vCPUs to a sealed image, in milliseconds; not known of a hibernation by an earlier command.
+    pub pause_ms: Option<f64>,
     /// How long each phase took, in milliseconds.
     pub timings_ms: BTreeMap<String, f64>,
 }
@@ -504,6 +570,21 @@ pub enum HibernatedTag {
 pub struct Cancelled {
     /// What will come of it.
     pub answer: CancelAnswer,
+}
+
+/// A new speed for what is being copied.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct NewSpeed {
+    /// The most that is copied in a second, in bytes, per disk; `null`: as much as goes.
+    pub bytes_per_second: Option<u64>,
+}
+
+/// The answer to a new speed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SpeedChanged {
+    /// Whether there was still something to be copied.
+    pub in_time: bool,
 }
 
 /// The answer to the word that volumes may be switched now.
@@ -576,7 +657,7 @@ impl From<hibernate::Report> for Hibernated {
             data_bytes: report.data.0,
             stored_bytes: report.stored.0,
             zero_bytes: report.zero.0,
-            pause_ms: report.pause_ms,
+            pause_ms: Some(report.pause_ms),
             timings_ms: by_name(&report.timings_ms),
         }
     }

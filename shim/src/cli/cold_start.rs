@@ -23,7 +23,9 @@ pub fn image_to_give_up(name: &str, state: &StateDir, discard: bool) -> Result<O
         return Ok(None);
     };
     if discard {
-        return Ok(Some(Image::open_locked(found.path())?));
+        let held = Image::open_locked(found.path())?;
+        // Another may have taken its name since.
+        return Ok(Some(held).filter(|held| held.id() == found.id()));
     }
     let remedy = "start cold, without its memory, with --discard-image";
     Err(refused(match found.state() {

@@ -221,8 +221,16 @@ struct WakeArguments {
     /// The image
     image: PathBuf,
     /// Name of the VM [default: the one that it was saved with]
-    #[arg(long)]
+    #[arg(long, conflicts_with = "print_args")]
     name: Option<String>,
+    /// Only print the QEMU command line for a launcher that starts QEMU itself, one argument a line, with --json as a
+    /// list; reads nothing but the image
+    #[arg(long, conflicts_with_all = ["paused", "keep_image", "verify"])]
+    print_args: bool,
+    /// Monitor of a QEMU that a launcher started with -incoming defer, and as --print-args says: the guest is woken in it, and
+    /// the command ends. With --print-args: where QEMU shall have that monitor
+    #[arg(long, value_name = "SOCKET", conflicts_with_all = ["name", "detach", "termination_message"])]
+    qmp: Option<PathBuf>,
     /// How RAM comes back [default: map where it can be, else lazy where the host allows, else eager]
     #[arg(long)]
     mode: Option<Mode>,

@@ -14,7 +14,7 @@ use serde_json::json;
 use super::RecoverArguments;
 use super::report::Report;
 use crate::error::{Code, Failure, GuestState};
-use crate::journal::{self, Found, Record};
+use crate::journal::{self, Found, Record, Written};
 use crate::machine::recover::runner::recover as recover_one;
 use crate::machine::recover::{Outcome, Recovered};
 use crate::supervisor::ending::{How, LastEnding};
@@ -29,14 +29,16 @@ pub async fn recover(
     report: &Report,
 ) -> Result<ExitCode, Failure> {
     let wanted = Wanted::of(&arguments)?;
-    let mut all = look(state, &wanted)?;
-    if all.iter().any(|found| matches!(found, Found::UnderWay(_))) {
-        drop(all);
+    let look_at_all = || {
+        let (all, moves) = (look(state, &wanted)?, volumes::look(state, &wanted)?);
+        Ok::<_, Failure>((all, moves, wakes::look(state, &wanted)?))
+    };
+    let (mut all, mut moves, mut wakes) = look_at_all()?;
+    if all.iter().any(is_under_way) || moves.iter().any(is_under_way) || wakes.iter().any(is_under_way) {
+        drop((all, moves, wakes));
         tokio::time::sleep(SECOND_LOOK).await;
-        all = look(state, &wanted)?;
+        (all, moves, wakes) = look_at_all()?;
     }
-    let moves = volumes::look(state, &wanted)?;
-    let wakes = wakes::look(state, &wanted)?;
     // A wake that was interrupted before its guest was told to run is undone first, and leaves nothing to feed.
     let is_fed = !feeds::look(state, &wanted).is_empty();
     if all.is_empty() && moves.is_empty() && wakes.is_empty() && !is_fed {
@@ -60,10 +62,15 @@ pub async fn recover(
     Ok(worst.map_or(ExitCode::SUCCESS, |code| ExitCode::from(code.exit_code())))
 }
 
-/// Before a VM of this name starts: what a killed supervisor left, and whose QEMU is gone as well, is swept up.
-pub async fn sweep(name: &str, state: &StateDir) {
+fn is_under_way<R>(found: &Found<R>) -> bool {
+    matches!(found, Found::UnderWay(_))
+}
+
+/// Before a VM of this name starts: what a killed supervisor left, and whose QEMU is gone as well, is swept up. Fails where
+/// nobody can say which volumes are the guest's.
+pub async fn sweep(name: &str, state: &StateDir) -> Result<(), Failure> {
+    volumes::sweep(name, state).await?;
     wakes::sweep(name, state).await;
-    volumes::sweep(name, state).await;
     for found in journal::find(&state.operations()).unwrap_or_default() {
         let Found::Interrupted(journal) = found else {
             continue;
@@ -82,6 +89,7 @@ pub async fn sweep(name: &str, state: &StateDir) {
             Err(failure) => tracing::warn!(%failure, "{title}: `dormouse recover` says what is to be done"),
         }
     }
+    Ok(())
 }
 
 /// An image whose hibernation was interrupted is not woken while the QEMU that it was saved from is there: one of the two
@@ -92,12 +100,14 @@ pub fn check_not_interrupted(image: &Path, state: &StateDir) -> Result<(), Failu
         return Ok(());
     };
     wakes::check_not_interrupted(id, state)?;
-    for found in journal::find(&state.operations()).unwrap_or_default() {
-        if let Found::Interrupted(journal) = found
-            && journal.record().image_id == id
-            && journal.record().qemu.is_alive()
-        {
-            let record = journal.record();
+    for found in records::<Record>(&state.operations())? {
+        let journal = match found {
+            Found::Interrupted(journal) => journal,
+            Found::UnderWay(_) => continue,
+            Found::Unreadable { path, why } => return Err(unreadable(&path, &why)),
+        };
+        let record = journal.record();
+        if record.image_id == id && record.qemu.is_alive() {
             return Err(Failure::new(
                 Code::Refused,
                 format!(
@@ -149,13 +159,7 @@ fn resolved(socket: &Path) -> Result<PathBuf, Failure> {
 }
 
 fn look(state: &StateDir, wanted: &Wanted) -> Result<Vec<Found>, Failure> {
-    let folder = state.operations();
-    let found = journal::find(&folder).map_err(|error| {
-        Failure::new(
-            Code::Usage,
-            format!("cannot look into {}: {error}", folder.display()),
-        )
-    })?;
+    let found = records(&state.operations())?;
     let is_wanted = |found: &Found| match found {
         Found::Interrupted(journal) => wanted.takes(journal.record()),
         Found::UnderWay(record) => wanted.takes(record),
@@ -184,20 +188,34 @@ async fn one(found: Found, state: &StateDir, wanted: &Wanted) -> Result<Option<R
             Code::Refused,
             format!("{}: it is under way", title(&record)),
         )),
-        Found::Unreadable { path, why } => Err(Failure::new(
-            Code::Operator,
-            format!(
-                "the record {} cannot be read: {why}; look at its guest's QEMU and image, end what has to end, and remove \
-                 the record",
-                path.display()
-            ),
-        )),
+        Found::Unreadable { path, why } => Err(unreadable(&path, &why)),
     }
+}
+
+/// All records in a folder.
+fn records<R: Written>(folder: &Path) -> Result<Vec<Found<R>>, Failure> {
+    journal::find_all(folder).map_err(|error| {
+        Failure::new(
+            Code::Usage,
+            format!("cannot look into {}: {error}", folder.display()),
+        )
+    })
+}
+
+/// It may be of any guest and any image.
+fn unreadable(path: &Path, why: &str) -> Failure {
+    Failure::new(
+        Code::Operator,
+        format!(
+            "the record {} cannot be read: {why}; look at its guest's QEMU and image, end what has to end, and remove the record",
+            path.display()
+        ),
+    )
 }
 
 /// Its supervisor could not write down where the guest went.
 fn note_ending(state: &StateDir, record: &Record, outcome: Outcome) {
-    if outcome != Outcome::Hibernated || record.monitor != state.monitor_socket(&record.vm_name) {
+    if outcome != Outcome::Hibernated || !state.is_monitor_of(&record.vm_name, &record.monitor) {
         return;
     }
     let how = How::Hibernated {
@@ -213,7 +231,7 @@ fn note_ending(state: &StateDir, record: &Record, outcome: Outcome) {
 /// The folder of a VM whose supervisor was killed goes with its QEMU.
 async fn free_name(state: &StateDir, record: &Record) {
     let folder = state.path().join(&record.vm_name);
-    if record.monitor == state.monitor_socket(&record.vm_name) && folder.exists() {
+    if state.is_monitor_of(&record.vm_name, &record.monitor) && folder.exists() {
         // Taken and dropped. Somebody else may take it as well.
         let _ = state.claim(&record.vm_name, None).await;
     }

@@ -34,6 +34,11 @@ impl Report {
         }
     }
 
+    /// Whether it is told to a program.
+    pub fn is_json(&self) -> bool {
+        self.json
+    }
+
     /// The result: an object for programs, a text for people.
     pub fn result(&self, object: &impl Serialize, text: &str) {
         if self.json {
@@ -159,16 +164,23 @@ impl Progress {
         let (done, total) = (operation.done_bytes, operation.total_bytes);
         if self.report.json {
             let (rate, eta) = self.rate_and_eta(done, total);
-            print_json(&self.report.named(&json!({
+            let mut news = json!({
                 "operation": operation.id,
                 "phase": operation.phase,
                 "bytes": done,
                 "total": total,
                 "rate": rate,
                 "eta": eta,
-            })));
+            });
+            if let Some(waiting) = &operation.waiting {
+                news["waiting"] = json!(waiting);
+            }
+            print_json(&self.report.named(&news));
         } else {
-            self.show(&operation.phase, done, total);
+            let waiting = operation.waiting.as_ref();
+            let waiting = waiting.map(|what| format!(", waiting: {what}"));
+            let phase = format!("{}{}", operation.phase, waiting.unwrap_or_default());
+            self.show(&phase, done, total);
         }
     }
 

@@ -30,7 +30,7 @@ pub async fn run(arguments: RunArguments, state: &StateDir, report: &Report) -> 
     let ram_dir = arguments.supervision.ram_dir.as_deref();
     let mut signals = Signals::watch()?;
     let directory = state.claim(&name, ram_dir).await?;
-    recover::sweep(&name, state).await;
+    recover::sweep(&name, state).await?;
     let given_up = cold_start::image_to_give_up(&name, state, arguments.discard_image)?;
     let (qemu, ram) = tokio::select! {
         up = bring_up(&line, &command_line, &directory, ram_dir, given_up) => up?,

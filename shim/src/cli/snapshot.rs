@@ -82,7 +82,7 @@ pub async fn snapshot(
             let terms = terms(&arguments.save, Priority::Normal);
             match by_supervisor(state, name, (wish, terms), signals, report).await? {
                 Ending::Snapshot(snapshot) => *snapshot,
-                Ending::Hibernated(_) | Ending::SuspendedToDisk(_) | Ending::VolumesMoved(_) => {
+                _ => {
                     return Err(something_else());
                 }
             }
@@ -165,14 +165,18 @@ fn describe(snapshot: &Snapshot) -> String {
             format!(" after {passes} passes while it ran, which did not converge")
         }
     };
+    let times = match (snapshot.sealed_after_ms, snapshot.pause_ms) {
+        (Some(sealed_after_ms), Some(pause_ms)) => {
+            format!(", complete after {sealed_after_ms:.0} ms\npaused {pause_ms:.0} ms")
+        }
+        _ => ", taken by an earlier command".to_owned(),
+    };
     format!(
-        "snapshot in {} ({}, engine: {}, {}), complete after {:.0} ms\npaused {:.0} ms{live} ({} as {}, {} of zeros left out); {guest}{passed_over}",
+        "snapshot in {} ({}, engine: {}, {}){times}{live} ({} as {}, {} of zeros left out); {guest}{passed_over}",
         snapshot.image.display(),
         snapshot.storage.kind,
         snapshot.choice.engine.name(),
         snapshot.storage.backend,
-        snapshot.sealed_after_ms,
-        snapshot.pause_ms,
         ByteCount(snapshot.data_bytes),
         ByteCount(snapshot.stored_bytes),
         ByteCount(snapshot.zero_bytes),

@@ -3,18 +3,20 @@
 use std::process::ExitCode;
 use std::time::{Duration, UNIX_EPOCH};
 
-use dormouse_storage::Image;
+use dormouse_storage::{ByteCount, Image};
 use serde::Serialize;
 use serde_json::json;
 
 use super::StatusArguments;
 use super::report::Report;
 use crate::api::client::Supervisor;
-use crate::api::types::{OperationKind, Vm};
+use crate::api::types::{FeedState, MemoryFeed, OperationKind, Vm};
 use crate::error::{Code, Failure};
 use crate::journal::{self, Found, Record};
+use crate::machine::wake::feeding::FeedRecord;
 use crate::supervisor::ending::{How, LastEnding};
 use crate::supervisor::state_dir::{StateDir, VmRecord};
+use crate::vm::lock_holder::holder;
 
 pub async fn status(
     arguments: StatusArguments,
@@ -46,10 +48,13 @@ pub async fn status(
         // One VM that does not answer is no reason to hide the others.
         match Supervisor::of(state, &name).vm().await {
             Ok(vm) => report.result(&vm, &describe(&vm)),
-            Err(failure) => report.result(
-                &json!({"name": name, "error": {"code": failure.code, "message": failure.message}}),
-                &format!("{name}: {failure}"),
-            ),
+            Err(failure) => {
+                let failure = with_stopped_feed(&name, failure, state);
+                report.result(
+                    &json!({"name": name, "error": {"code": failure.code, "message": failure.message}}),
+                    &format!("{name}: {failure}"),
+                );
+            }
         }
     }
     for record in interrupted(state) {
@@ -77,9 +82,38 @@ fn ended(name: &str, failure: Failure, state: &StateDir, report: &Report) -> Res
     let lives = VmRecord::read(&state.path().join(name)).is_some_and(|record| record.living().is_some());
     match state.last_ending(name) {
         Some(ending) if !lives => tell_ending(&ending, report),
-        _ => return Err(failure),
+        _ => return Err(with_stopped_feed(name, failure, state)),
     }
     Ok(())
+}
+
+/// A guest whose supervisor is gone may have been fed by it.
+fn with_stopped_feed(name: &str, failure: Failure, state: &StateDir) -> Failure {
+    let record = match FeedRecord::read(&state.path().join(name)) {
+        Ok(None) => return failure,
+        Ok(Some(record)) => record,
+        Err(unreadable) => {
+            return Failure {
+                message: format!("{failure}; {unreadable}"),
+                ..failure
+            };
+        }
+    };
+    let image = record.image.display();
+    let more = match (record.qemu.is_alive(), holder(&record.image)) {
+        (false, _) => format!(
+            "its QEMU is gone, too, before the guest had all of its memory from {image}, which is kept: the guest has run"
+        ),
+        (true, Some(pid)) => format!("its memory comes from {image}, by process {pid}"),
+        (true, None) => format!(
+            "its memory was still coming from {image}: the guest stands where it needs more, and `dormouse recover \
+             {name}` feeds it the rest"
+        ),
+    };
+    Failure {
+        message: format!("{failure}; {more}"),
+        ..failure
+    }
 }
 
 fn tell_ending(ending: &LastEnding, report: &Report) {
@@ -134,8 +168,16 @@ fn describe_ending(ending: &LastEnding, image_now: Option<&str>) -> String {
         None | Some("sealed") => String::new(),
         Some(state) => format!("; that image is {state} now"),
     };
+    let unfed = ending.unfed.as_ref().map_or_else(String::new, |left| {
+        format!(
+            "; it had {} of its {} of memory from {}, which is kept, marked as waking: its guest has run",
+            ByteCount(left.fed_bytes),
+            ByteCount(left.total_bytes),
+            left.image.display()
+        )
+    });
     let (name, at) = (&ending.name, humantime::format_rfc3339_seconds(at));
-    format!("{name}: {what} at {at}{since}")
+    format!("{name}: {what} at {at}{since}{unfed}")
 }
 
 /// Hibernations and snapshots whose process is gone.
@@ -171,14 +213,21 @@ pub fn describe(vm: &Vm) -> String {
             woken.describe()
         ));
     }
+    if let Some(feed) = &vm.feed {
+        text.push_str(&format!("\n{}", describe_feed(feed)));
+    }
     if let Some(operation) = &vm.operation {
         let kind = match operation.kind {
             OperationKind::Hibernate => "hibernation",
             OperationKind::Snapshot => "snapshot",
             OperationKind::SuspendToDisk => "suspend to disk",
             OperationKind::MoveVolumes => "move of volumes",
+            OperationKind::GrowVolume => "growth of a disk",
         };
         text.push_str(&format!("\n{kind} {}: {}", operation.id, operation.phase));
+        if let Some(waiting) = &operation.waiting {
+            text.push_str(&format!(", waiting: {waiting}"));
+        }
         if let Some(choice) = &operation.choice {
             text.push_str(&format!(", engine: {}", choice.engine.name()));
             for why in &choice.passed_over {
@@ -187,4 +236,38 @@ pub fn describe(vm: &Vm) -> String {
         }
     }
     text
+}
+
+fn describe_feed(feed: &MemoryFeed) -> String {
+    let (fed, total) = (ByteCount(feed.fed_bytes), ByteCount(feed.total_bytes));
+    let share = feed.fed_bytes as f64 / feed.total_bytes.max(1) as f64 * 100.0;
+    let pace = ByteCount(feed.bytes_per_second);
+    let mut text = match feed.state {
+        FeedState::Feeding => {
+            let rest = feed.remaining_ms.map_or_else(String::new, |ms| {
+                format!(", the rest in about {} s", (ms as f64 / 1000.0).ceil())
+            });
+            format!("its memory comes while it runs: {share:.0} % of {total}, {pace}/s{rest}")
+        }
+        FeedState::Complete => format!("all of its memory is there: {total} came while it ran, {pace}/s"),
+        FeedState::Damaged | FeedState::Failed => {
+            format!("not all of its memory comes: it has {fed} of {total}")
+        }
+    };
+    if let (Some(half), Some(nearly_all)) = (feed.answer_p50_us, feed.answer_p99_us) {
+        text.push_str(&format!(
+            "\nit waited for pages {} times, half of them within {}, 99 % within {}",
+            feed.answers,
+            in_ms(half),
+            in_ms(nearly_all)
+        ));
+    }
+    if let Some(error) = &feed.error {
+        text.push_str(&format!("\n{}", error.detail));
+    }
+    text
+}
+
+fn in_ms(micros: u64) -> String {
+    format!("{:.1} ms", micros as f64 / 1000.0)
 }

@@ -5,27 +5,36 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::{Args, Subcommand, ValueEnum};
-use dormouse_qmp::{Client, ConnectOptions};
+use dormouse_qmp::Client;
 use dormouse_storage::ByteCount;
 use serde_json::json;
 use uuid::Uuid;
 
-use super::byte_count;
-use super::hibernate::{absolute, as_ms, attend, by_supervisor, known_of, something_else};
+use super::hibernate::{
+    absolute, as_ms, attend, by_supervisor, connect_in_time, known_of, something_else, terms_of,
+};
 use super::report::Report;
+use super::{TermArguments, byte_count};
 use crate::api::client::Supervisor;
-use crate::api::types::{Ending, NewOperation, OperationKind, Terms, VolumesMoved};
+use crate::api::types::{Ending, NewOperation, OperationKind, Terms, VolumeGrown, VolumesMoved};
 use crate::error::{Code, Failure};
-use crate::machine::volume::{Format, Limits, Request, Wish};
+use crate::machine::volume::grow as volume_grow;
+use crate::machine::volume::{Format, Limits, Request, WhenFull, Wish};
 use crate::signals::Signals;
 use crate::supervisor::operation::Prepared;
-use crate::supervisor::state_dir::StateDir;
+use crate::supervisor::request_queue::Priority;
+use crate::supervisor::state_dir::{StateDir, VmRecord};
+use crate::vm::process::{visible_command_line, working_directory};
 use crate::vm::process_identity::ProcessIdentity;
 
 #[derive(Debug, Subcommand)]
 pub enum VolumeVerb {
     /// Copy volumes while the guest runs, and switch it to the copies: all of them, or none
     Move(MoveArguments),
+    /// Let a disk become larger while its guest runs: a raw one takes all of its volume, as after a move to a larger one
+    Grow(GrowArguments),
+    /// Change how much of a move under way is copied in a second
+    Speed(SpeedArguments),
     /// Switch the volumes of a move that waits for this (`move --complete manual`)
     Complete(CompleteArguments),
 }
@@ -53,12 +62,48 @@ pub struct MoveArguments {
     /// When the volumes are switched: once all are in step, or when `dormouse volume complete` says so
     #[arg(long, value_enum, default_value_t)]
     complete: Complete,
+    /// Move disks without those of their dirty bitmaps that cannot go with them: persistent ones to a raw volume, ones of
+    /// backing images; without this they are refused
+    #[arg(long)]
+    drop_bitmaps: bool,
+    /// Compare the copies with the old volumes before the switch, while the guest goes on; a copy that differs is not
+    /// switched to. For raw volumes
+    #[arg(long)]
+    verify: bool,
+    /// What is done when a new volume is full
+    #[arg(long, value_enum, default_value_t)]
+    on_enospc: WhenFull,
+    /// Wait so long for volumes that are to be there and are not yet [default: not at all]
+    #[arg(long, value_name = "SECONDS", value_parser = seconds)]
+    wait_for_target: Option<Duration>,
     /// Leave the guest on its old volumes if the new ones are not in place after this time (30s, 5m) [default: no limit]
     #[arg(long, value_name = "TIME", value_parser = humantime::parse_duration)]
     timeout: Option<Duration>,
     /// Leave the guest on its old volumes if there is no less to copy for this time [default: 2m]
     #[arg(long, value_name = "TIME", value_parser = humantime::parse_duration)]
     stall_timeout: Option<Duration>,
+    #[command(flatten)]
+    terms: TermArguments,
+}
+
+#[derive(Debug, Args)]
+pub struct GrowArguments {
+    /// The VM's name (not with --qmp); the disk, in the same words as for a move; its new size (bytes, or with a suffix: 200M,
+    /// 1.5G), or max for all of its volume
+    #[arg(required = true, num_args = 2..=3, value_names = ["NAME", "DISK", "SIZE"])]
+    what: Vec<String>,
+    /// QMP socket of a QEMU without a supervisor; its monitor must be free
+    #[arg(long, value_name = "SOCKET")]
+    qmp: Option<PathBuf>,
+}
+
+#[derive(Debug, Args)]
+pub struct SpeedArguments {
+    /// Name of a supervised VM
+    name: String,
+    /// So much in a second, per disk (bytes, or with a suffix: 200M, 1.5G), or unlimited
+    #[arg(value_name = "BYTES")]
+    speed: String,
 }
 
 #[derive(Debug, Args)]
@@ -81,6 +126,8 @@ enum Complete {
 pub async fn volume(verb: VolumeVerb, state: &StateDir, report: &Report) -> Result<ExitCode, Failure> {
     match verb {
         VolumeVerb::Move(arguments) => move_volumes(arguments, state, report).await,
+        VolumeVerb::Grow(arguments) => grow(arguments, state, report).await,
+        VolumeVerb::Speed(arguments) => change_speed(&arguments, state, report).await,
         VolumeVerb::Complete(arguments) => complete(&arguments.name, state, report).await,
     }
 }
@@ -92,10 +139,7 @@ async fn move_volumes(
 ) -> Result<ExitCode, Failure> {
     for volume in &mut arguments.volumes {
         volume.to = absolute(&volume.to)?;
-        // A file that the disk has now is named from where we are, not from where QEMU is.
-        if volume.disk.contains('/') && Path::new(&volume.disk).exists() {
-            volume.disk = absolute(Path::new(&volume.disk))?.to_string_lossy().into_owned();
-        }
+        volume.disk = from_here(&volume.disk)?;
     }
     let limits = Limits::default();
     let limits = Limits {
@@ -110,19 +154,18 @@ async fn move_volumes(
                 volumes: arguments.volumes,
                 speed_limit_bytes: arguments.speed.map(|speed| speed.0),
                 complete_by_hand: by_hand,
+                drop_bitmaps: arguments.drop_bitmaps,
+                verify: arguments.verify,
+                when_full: arguments.on_enospc,
+                wait_for_target_ms: arguments.wait_for_target.map(as_ms),
                 timeout_ms: limits.total.map(as_ms),
                 stall_timeout_ms: Some(as_ms(limits.stall)),
             };
             let signals = Signals::watch()?.for_several();
-            let terms = Terms {
-                id: Some(Uuid::new_v4()),
-                ..Terms::default()
-            };
+            let terms = terms_of(&arguments.terms, Priority::Normal);
             match by_supervisor(state, name, (wish, terms), signals, report).await? {
                 Ending::VolumesMoved(moved) => moved,
-                Ending::Hibernated(_) | Ending::Snapshot(_) | Ending::SuspendedToDisk(_) => {
-                    return Err(something_else());
-                }
+                _ => return Err(something_else()),
             }
         }
         (None, Some(_)) if by_hand => {
@@ -134,13 +177,17 @@ async fn move_volumes(
                 volumes: arguments.volumes,
                 speed_limit: arguments.speed,
                 by_hand,
+                drop_bitmaps: arguments.drop_bitmaps,
+                verify: arguments.verify,
+                when_full: arguments.on_enospc,
+                wait_for_target: arguments.wait_for_target,
                 limits,
                 monitor: absolute(socket)?,
                 operations: state.moves(),
                 machine: PathBuf::new(),
                 vm_name: String::new(),
             };
-            by_ourselves(socket, request, state, report).await?
+            by_ourselves(socket, request, &arguments.terms, state, report).await?
         }
         (None, None) => return Err(Failure::new(Code::Usage, "name a VM, or a monitor with --qmp")),
     };
@@ -148,18 +195,20 @@ async fn move_volumes(
     Ok(ExitCode::SUCCESS)
 }
 
-/// Takes the monitor for one operation.
+/// Moves volumes over a monitor that is free.
 async fn by_ourselves(
     socket: &Path,
     request: Request,
+    terms: &TermArguments,
     state: &StateDir,
     report: &Report,
 ) -> Result<VolumesMoved, Failure> {
     let signals = Signals::watch()?;
-    state.make()?;
-    let client = Client::connect(socket, ConnectOptions::default()).await?;
-    state.sweep_machines();
-    let (vm_name, record) = known_of(socket, client.peer_pid());
+    let Taken {
+        client,
+        vm_name,
+        record,
+    } = take(socket, terms.lock_timeout.unwrap_or_default(), state).await?;
     let machine = match (record, client.peer_pid().and_then(ProcessIdentity::of)) {
         // The folder of a supervisor that was killed.
         (Some(_), _) => request.monitor.parent().map(Path::to_owned).unwrap_or_default(),
@@ -167,6 +216,34 @@ async fn by_ourselves(
         // Such a QEMU is refused.
         (None, None) => PathBuf::new(),
     };
+    let request = Request {
+        vm_name,
+        machine,
+        ..request
+    };
+    let prepared = Prepared::new(
+        terms.operation_id.unwrap_or_else(Uuid::new_v4),
+        OperationKind::MoveVolumes,
+    );
+    let (documents, cancel, progress) = (prepared.watch(), prepared.cancel(), report.progress());
+    let work = prepared.move_volumes(client, request);
+    let outcome = attend(work, documents, &cancel, signals, &progress).await;
+    progress.finish();
+    outcome.map(VolumesMoved::from)
+}
+
+/// A monitor that was taken for one operation.
+struct Taken {
+    client: Client,
+    vm_name: String,
+    record: Option<VmRecord>,
+}
+
+async fn take(socket: &Path, patience: Duration, state: &StateDir) -> Result<Taken, Failure> {
+    state.make()?;
+    let client = connect_in_time(socket, patience).await?;
+    state.sweep_machines();
+    let (vm_name, record) = known_of(socket, client.peer_pid());
     if let Some(pid) = client.peer_pid().filter(|pid| state.is_interrupted(*pid)) {
         return Err(Failure::new(
             Code::Refused,
@@ -175,20 +252,114 @@ async fn by_ourselves(
             ),
         ));
     }
-    let request = Request {
+    Ok(Taken {
+        client,
         vm_name,
-        machine,
-        ..request
-    };
-    let prepared = Prepared::new(Uuid::new_v4(), OperationKind::MoveVolumes);
-    let (documents, cancel, progress) = (prepared.watch(), prepared.cancel(), report.progress());
-    let work = prepared.move_volumes(client, request);
-    let outcome = attend(work, documents, &cancel, signals, &progress).await;
-    progress.finish();
-    outcome.map(VolumesMoved::from)
+        record,
+    })
 }
 
-async fn complete(name: &str, state: &StateDir, report: &Report) -> Result<ExitCode, Failure> {
+async fn grow(arguments: GrowArguments, state: &StateDir, report: &Report) -> Result<ExitCode, Failure> {
+    let usage = |why: String| Failure::new(Code::Usage, why);
+    let (name, disk, size) = match (&arguments.what[..], &arguments.qmp) {
+        ([name, disk, size], None) => (Some(name), disk, size),
+        ([disk, size], Some(_)) => (None, disk, size),
+        (_, None) => {
+            return Err(usage(
+                "say which VM, which of its disks, and how large".to_owned(),
+            ));
+        }
+        (_, Some(_)) => return Err(usage("with --qmp say which disk, and how large".to_owned())),
+    };
+    let size_bytes = match size.as_str() {
+        "max" => None,
+        size => Some(byte_count(size).map_err(usage)?.0),
+    };
+    let disk = from_here(disk)?;
+    let grown = match (name, &arguments.qmp) {
+        (Some(name), _) => {
+            let wish = NewOperation::GrowVolume { disk, size_bytes };
+            let signals = Signals::watch()?.for_several();
+            let terms = Terms {
+                id: Some(Uuid::new_v4()),
+                ..Terms::default()
+            };
+            match by_supervisor(state, name, (wish, terms), signals, report).await? {
+                Ending::VolumeGrown(grown) => grown,
+                _ => return Err(something_else()),
+            }
+        }
+        (None, Some(socket)) => {
+            let Taken { client, record, .. } = take(socket, Duration::ZERO, state).await?;
+            let qemu = client.peer_pid().and_then(ProcessIdentity::of);
+            let recorded = record.or_else(|| VmRecord::read(&state.machine(qemu?)));
+            let visible = || {
+                let directory = working_directory(qemu?.pid)?;
+                visible_command_line(qemu?.pid, &directory).ok()
+            };
+            let request = volume_grow::Request {
+                disk,
+                size_bytes,
+                command_line: recorded
+                    .map(|record| record.command_line)
+                    .or_else(visible)
+                    .unwrap_or_default(),
+            };
+            let prepared = Prepared::new(Uuid::new_v4(), OperationKind::GrowVolume);
+            VolumeGrown::from(prepared.grow_volume(client, request).await?)
+        }
+        (None, None) => return Err(usage("name a VM, or a monitor with --qmp".to_owned())),
+    };
+    report.result(
+        &grown,
+        &format!(
+            "{} grew from {} to {} ({} bytes), on {}",
+            grown.disk,
+            ByteCount(grown.from_bytes),
+            ByteCount(grown.to_bytes),
+            grown.to_bytes,
+            grown.volume.display()
+        ),
+    );
+    Ok(ExitCode::SUCCESS)
+}
+
+/// A file that a disk has is named from where we are, not from where QEMU is.
+fn from_here(disk: &str) -> Result<String, Failure> {
+    if disk.contains('/') && Path::new(disk).exists() {
+        return Ok(absolute(Path::new(disk))?.to_string_lossy().into_owned());
+    }
+    Ok(disk.to_owned())
+}
+
+async fn change_speed(
+    arguments: &SpeedArguments,
+    state: &StateDir,
+    report: &Report,
+) -> Result<ExitCode, Failure> {
+    let usage = |why: String| Failure::new(Code::Usage, why);
+    let speed = match arguments.speed.as_str() {
+        "unlimited" => None,
+        speed => Some(byte_count(speed).map_err(usage)?),
+    };
+    let (supervisor, moving) = moving(&arguments.name, state).await?;
+    let in_time = supervisor
+        .change_speed(moving, speed.map(|speed| speed.0))
+        .await?;
+    let text = match (in_time, speed) {
+        (false, _) => "too late: nothing is copied any more".to_owned(),
+        (true, None) => "copying as fast as it goes".to_owned(),
+        (true, Some(speed)) => format!("copying at most {speed} in a second, per disk"),
+    };
+    report.result(
+        &json!({"operation": moving, "in-time": in_time, "bytes-per-second": speed.map(|speed| speed.0)}),
+        &text,
+    );
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The move of a VM's volumes that is under way.
+async fn moving(name: &str, state: &StateDir) -> Result<(Supervisor, Uuid), Failure> {
     let supervisor = Supervisor::of(state, name);
     let operation = supervisor.vm().await?.operation;
     let moving = operation.filter(|operation| {
@@ -202,16 +373,25 @@ async fn complete(name: &str, state: &StateDir, report: &Report) -> Result<ExitC
             format!("no volumes of VM {name} are being moved"),
         ));
     };
-    let waited_for = supervisor.complete(moving.id).await?;
+    Ok((supervisor, moving.id))
+}
+
+async fn complete(name: &str, state: &StateDir, report: &Report) -> Result<ExitCode, Failure> {
+    let (supervisor, moving) = moving(name, state).await?;
+    let waited_for = supervisor.complete(moving).await?;
     let text = match waited_for {
         true => "the volumes are switched once they are in step",
         false => "that was not waited for: the volumes are switched without it",
     };
-    report.result(
-        &json!({"operation": moving.id, "was-waited-for": waited_for}),
-        text,
-    );
+    report.result(&json!({"operation": moving, "was-waited-for": waited_for}), text);
     Ok(ExitCode::SUCCESS)
+}
+
+fn seconds(text: &str) -> Result<Duration, String> {
+    let number: u64 = text
+        .parse()
+        .map_err(|_| format!("{text:?} is not a number of seconds"))?;
+    Ok(Duration::from_secs(number))
 }
 
 /// Reads `DISK=PATH[,format=F][,create]`. A path may have commas, as long as what follows one is no option.

@@ -1,5 +1,8 @@
 //! `dormouse wake`: brings the guest in an image back, and supervises it.
 
+mod print_args;
+mod take_over;
+
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,10 +16,12 @@ use super::report::Report;
 use super::{WakeArguments, conclude, detach, recover};
 use crate::api::types::{Ram, Woken as WokenDocument};
 use crate::error::{Code, Failure};
+use crate::machine::effect::out_of_order;
 use crate::machine::wake::feeding::Feeding;
 use crate::machine::wake::lazy::FeedWish;
 use crate::machine::wake::machine::Phase;
 use crate::machine::wake::runner::{Surroundings, Woken, wake as wake_guest};
+use crate::machine::wake::take_over::Qemu;
 use crate::machine::wake::{Mode, Request};
 use crate::signals::Signals;
 use crate::supervisor::state_dir::{StateDir, checked_name};
@@ -26,8 +31,14 @@ use crate::supervisor::{Supervised, remove_used_up, supervise};
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(200);
 
 pub async fn wake(arguments: WakeArguments, state: &StateDir, report: &Report) -> Result<ExitCode, Failure> {
-    let name = match arguments.name {
-        Some(name) => name,
+    if arguments.print_args {
+        return print_args::print_args(arguments, report);
+    }
+    if let Some(socket) = arguments.qmp.clone() {
+        return take_over::take_over(arguments, &socket, state, report).await;
+    }
+    let name = match &arguments.name {
+        Some(name) => name.clone(),
         None => Image::open(&arguments.image)?.manifest().vm_name.clone(),
     };
     // The name in an image is somebody's word.
@@ -40,22 +51,8 @@ pub async fn wake(arguments: WakeArguments, state: &StateDir, report: &Report) -
     let ram_dir = arguments.supervision.ram_dir.as_deref();
     let directory = state.claim(&name, ram_dir).await?;
     recover::check_not_interrupted(&arguments.image, state)?;
-    recover::sweep(&name, state).await;
-    let request = Request {
-        image: arguments.image,
-        mode: arguments.mode,
-        paused: arguments.paused,
-        verify: arguments.verify,
-        disks_as_saved: arguments.disks_as_saved,
-        force_disks: arguments.force_disks,
-        other_disks: arguments.disks,
-        changes: arguments.changes,
-        key: arguments.key.read()?,
-        feed: FeedWish {
-            rate_limit: arguments.rate_limit,
-            keep_image: arguments.keep_image,
-        },
-    };
+    recover::sweep(&name, state).await?;
+    let request = request(&arguments)?;
     let surroundings = Surroundings {
         vm_directory: directory.path(),
         monitor_socket: &state.monitor_socket(&name),
@@ -64,6 +61,7 @@ pub async fn wake(arguments: WakeArguments, state: &StateDir, report: &Report) -
         wakes: &state.wakes(),
         vm_name: &name,
         started: &|pid, command_line| directory.record(pid, command_line, None),
+        others: None,
     };
     let woken = match wake_unless_signalled(request, surroundings, &mut signals, report).await {
         Ok(woken) => woken,
@@ -74,6 +72,9 @@ pub async fn wake(arguments: WakeArguments, state: &StateDir, report: &Report) -
             }
             return Err(failure);
         }
+    };
+    let Qemu::Ours(qemu) = woken.qemu else {
+        return Err(out_of_order());
     };
     let document = WokenDocument {
         operation: woken.image.manifest().operation,
@@ -96,7 +97,7 @@ pub async fn wake(arguments: WakeArguments, state: &StateDir, report: &Report) -
         directory,
         operations: state.operations(),
         moves: state.moves(),
-        qemu: woken.qemu,
+        qemu,
         ram,
         image,
         feeding,
@@ -106,6 +107,25 @@ pub async fn wake(arguments: WakeArguments, state: &StateDir, report: &Report) -
     };
     let ended = supervise(supervised, signals).await?;
     Ok(conclude(&ended, &arguments.supervision, report))
+}
+
+/// What is asked for.
+fn request(arguments: &WakeArguments) -> Result<Request, Failure> {
+    Ok(Request {
+        image: arguments.image.clone(),
+        mode: arguments.mode,
+        paused: arguments.paused,
+        verify: arguments.verify,
+        disks_as_saved: arguments.disks_as_saved,
+        force_disks: arguments.force_disks,
+        other_disks: arguments.disks.clone(),
+        changes: arguments.changes.clone(),
+        key: arguments.key.read()?,
+        feed: FeedWish {
+            rate_limit: arguments.rate_limit,
+            keep_image: arguments.keep_image,
+        },
+    })
 }
 
 /// A mapped image is the guest's memory and stays, locked, as long as the guest. A guest that was filled from its image

@@ -34,7 +34,7 @@ use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{FlockOperation, flock};
-use rustix::io::Errno;
+use rustix::io::{Errno, retry_on_intr};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use uuid::Uuid;
@@ -94,11 +94,17 @@ impl<R: Written> Journal<R> {
     pub fn begin(folder: &Path, record: R) -> io::Result<Self> {
         let held = loop {
             DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
-            match write(folder, &record, Place::First) {
+            let (held, synced) = match write(folder, &record, Place::First) {
                 // Whoever ended the last operation took the folder away.
-                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-                written => break written?,
+                Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+                written => written?,
+            };
+            if synced.is_err() {
+                // Nothing was begun.
+                let _ = fs::remove_file(name_of(folder, record.operation()));
             }
+            synced?;
+            break held;
         };
         Ok(Self {
             folder: folder.to_owned(),
@@ -114,9 +120,11 @@ impl<R: Written> Journal<R> {
 
     /// Puts another record in the place of this one.
     pub fn rewrite(&mut self, record: R) -> io::Result<()> {
-        self.held = write(&self.folder, &record, Place::Next)?;
+        let (held, synced) = write(&self.folder, &record, Place::Next)?;
+        // It has the name, whether that is known to last or not.
+        self.held = held;
         self.record = record;
-        Ok(())
+        synced
     }
 
     /// The operation is over, and the guest where it belongs.
@@ -242,23 +250,24 @@ enum Place {
     Next,
 }
 
-/// Puts a record in its place, locked.
-fn write(folder: &Path, record: &impl Written, place: Place) -> io::Result<File> {
+/// Puts a record in its place, locked; and whether that is known to last.
+fn write(folder: &Path, record: &impl Written, place: Place) -> io::Result<(File, io::Result<()>)> {
     let new = folder.join(format!(".{}.new", record.operation()));
     let mut file = loop {
         let file = File::options()
             .create(true)
-            .truncate(true)
+            .truncate(false)
             .read(true)
             .write(true)
             .mode(0o600)
             .open(&new)?;
-        flock(&file, FlockOperation::NonBlockingLockExclusive)?;
-        // Between the open and the lock it may have been swept up.
+        // Whoever sweeps up holds it for an instant, and another writer until it has its name.
+        retry_on_intr(|| flock(&file, FlockOperation::LockExclusive))?;
         if FileIdentity::at(&new) == FileIdentity::of_open(&file) {
             break file;
         }
     };
+    file.set_len(0)?;
     file.write_all(&serde_json::to_vec(record)?)?;
     file.sync_all()?;
     let name = name_of(folder, record.operation());
@@ -271,15 +280,18 @@ fn write(folder: &Path, record: &impl Written, place: Place) -> io::Result<File>
         }
         Place::Next => fs::rename(&new, &name)?,
     }
-    File::open(folder)?.sync_all()?;
-    Ok(file)
+    let synced = File::open(folder).and_then(|folder| folder.sync_all());
+    Ok((file, synced))
 }
 
 /// Removes a record that its writer was killed with before it took its name.
 fn sweep(new: &Path) {
-    let is_dead =
-        File::open(new).is_ok_and(|file| flock(&file, FlockOperation::NonBlockingLockExclusive).is_ok());
-    if is_dead {
+    let Ok(file) = File::open(new) else {
+        return;
+    };
+    let is_dead = flock(&file, FlockOperation::NonBlockingLockExclusive).is_ok();
+    // Locked until it is gone: a writer that opened it meanwhile sees that it is.
+    if is_dead && FileIdentity::at(new) == FileIdentity::of_open(&file) {
         // The next look finds it again.
         let _ = fs::remove_file(new);
     }
@@ -288,6 +300,7 @@ fn sweep(new: &Path) {
 #[cfg(test)]
 mod tests {
     use std::os::unix::fs::PermissionsExt;
+    use std::sync::atomic::{AtomicBool, Ordering};
 
     use serde_json::json;
 
@@ -384,6 +397,26 @@ mod tests {
         assert_eq!(journal.record(), &record());
         journal.end().unwrap();
         Journal::begin(&folder, other).unwrap();
+    }
+
+    #[test]
+    fn a_record_is_written_while_others_look_and_sweep() {
+        let (_guard, folder) = folder();
+        let mut journal = Journal::begin(&folder, record()).unwrap();
+        let is_over = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            for _ in 0..2 {
+                scope.spawn(|| {
+                    while !is_over.load(Ordering::Relaxed) {
+                        let found = find(&folder).unwrap();
+                        assert!(matches!(&found[..], [Found::UnderWay(_)]), "{found:?}");
+                    }
+                });
+            }
+            let written: Vec<_> = (0..150).map(|_| journal.advance(Point::Sealing)).collect();
+            is_over.store(true, Ordering::Relaxed);
+            written.into_iter().collect::<io::Result<()>>().unwrap();
+        });
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! Where operations are begun, waited for and cancelled: one at a time. The [`RequestQueue`] decides, this acts.
 
+use std::pin::Pin;
 use std::time::Duration;
 
 use rustix::process::Signal;
@@ -14,15 +15,19 @@ use crate::api::types::{NewOperation, Operation, OperationKind};
 use crate::error::{Code, Failure};
 use crate::machine::hibernate::machine::CancelAnswer;
 use crate::machine::hibernate::runner::Cancel;
-use crate::machine::suspend;
-use crate::machine::volume::runner::Word;
+use crate::machine::recover::earlier_moves::finish_moves;
+use crate::machine::volume::word::{Said, Word};
 use crate::machine::wake::feeding::View;
+use crate::machine::{suspend, volume};
 
 /// How long a finished operation's document is kept for a watcher that has not read it, once QEMU is gone.
 const FAREWELL: Duration = Duration::from_secs(2);
 
 /// Answers to cancels on behalf of others that may wait.
 const ANSWERS: usize = 8;
+
+/// What is done for an operation.
+type Work = Pin<Box<dyn Future<Output = ()> + Send>>;
 
 /// Who waits for a request's answer.
 type Ticket = oneshot::Sender<Result<Begun, Failure>>;
@@ -103,7 +108,7 @@ impl Desk {
                 }
             },
             Request::Cancel(id, answer) => self.cancel(id, answer),
-            Request::Complete(id, answer) => self.complete(id, answer),
+            Request::Tell(id, said, answer) => self.tell(id, said, answer),
         }
     }
 
@@ -144,7 +149,7 @@ impl Desk {
                     self.deny_all(RequestQueue::guest_gone);
                 }
                 while self.running.is_none()
-                    && let Some((ask, ticket)) = self.queue.next()
+                    && let Some((ask, ticket)) = self.queue.next(Instant::now())
                 {
                     // Who waited may be gone, and wants nothing any more.
                     if ticket.is_closed() {
@@ -157,8 +162,8 @@ impl Desk {
                     return self.signal.take();
                 }
             }
-            // A snapshot that is past its seal is over soon, and its guest is still there.
-            News::CancelAnswered(CancelAnswer::TooLate) if !self.takes_a_snapshot() => {
+            // One that leaves the guest is over soon, and its guest is still there.
+            News::CancelAnswered(CancelAnswer::TooLate) if !self.leaves_the_guest() => {
                 self.deny_all(RequestQueue::too_late);
             }
             News::CancelAnswered(_) => {}
@@ -167,10 +172,10 @@ impl Desk {
         None
     }
 
-    fn takes_a_snapshot(&self) -> bool {
+    fn leaves_the_guest(&self) -> bool {
         let documents = self.documents.borrow();
         let kind = documents.last().map(|operation| operation.borrow().kind);
-        kind == Some(OperationKind::Snapshot)
+        matches!(kind, Some(OperationKind::Snapshot | OperationKind::MoveVolumes))
     }
 
     fn deny_all(&mut self, take: impl FnOnce(&mut RequestQueue<Ticket>) -> Vec<(Denial, Ticket)>) {
@@ -217,10 +222,10 @@ impl Desk {
         let client = handle.client.clone();
         let prepared = Prepared::new(id, wish.kind());
         let (documents, cancel, word) = (prepared.watch(), prepared.cancel(), prepared.word());
-        let task = match wish {
+        let work: Work = match wish {
             NewOperation::Hibernate { .. } => {
                 let request = hibernation(wish, patience, handle)?;
-                tokio::spawn(async move {
+                Box::pin(async move {
                     match prepared.hibernate(client, request).await {
                         Ok(report) => tracing::info!(image = %report.image.display(), "hibernated"),
                         Err(failure) => {
@@ -231,7 +236,7 @@ impl Desk {
             }
             NewOperation::Snapshot(wish) => {
                 let request = snapshot(wish, patience, handle)?;
-                tokio::spawn(async move {
+                Box::pin(async move {
                     match prepared.hibernate(client, request).await {
                         Ok(report) => tracing::info!(image = %report.image.display(), "snapshot taken"),
                         Err(failure) => {
@@ -245,7 +250,7 @@ impl Desk {
                     agent: agent.map(absolute).transpose()?,
                     limit: Duration::from_millis(limit_ms),
                 };
-                tokio::spawn(async move {
+                Box::pin(async move {
                     match prepared.suspend_to_disk(client, request).await {
                         Ok(report) => tracing::info!(agent = %report.agent.display(), "suspended to disk"),
                         Err(failure) => {
@@ -256,7 +261,7 @@ impl Desk {
             }
             NewOperation::MoveVolumes { .. } => {
                 let request = volume_move(wish, handle)?;
-                tokio::spawn(async move {
+                Box::pin(async move {
                     match prepared.move_volumes(client, request).await {
                         Ok(report) => tracing::info!(volumes = report.volumes.len(), "volumes moved"),
                         Err(failure) => {
@@ -265,7 +270,27 @@ impl Desk {
                     }
                 })
             }
+            NewOperation::GrowVolume { disk, size_bytes } => {
+                let request = volume::grow::Request {
+                    disk,
+                    size_bytes,
+                    command_line: handle.machine().command_line,
+                };
+                Box::pin(async move {
+                    match prepared.grow_volume(client, request).await {
+                        Ok(grown) => tracing::info!(to_bytes = grown.to_bytes, "{} grew", grown.disk),
+                        Err(failure) => tracing::warn!(code = ?failure.code, %failure, "no disk grew"),
+                    }
+                })
+            }
         };
+        let (client, moves) = (handle.client.clone(), handle.moves.clone());
+        let task = tokio::spawn(async move {
+            if let Err(failure) = finish_moves(&client, &moves).await {
+                tracing::warn!(%failure, "an earlier move is not over");
+            }
+            work.await;
+        });
         self.running = Some(Running {
             id,
             task,
@@ -309,7 +334,7 @@ impl Desk {
         }
     }
 
-    fn complete(&self, id: Uuid, answer: oneshot::Sender<Result<bool, Failure>>) {
+    fn tell(&self, id: Uuid, said: Said, answer: oneshot::Sender<Result<bool, Failure>>) {
         let Some(running) = self.running.as_ref().filter(|running| running.id == id) else {
             let refusal = Failure::new(Code::Refused, format!("no operation {id} is under way"));
             let _ = answer.send(Err(refusal));
@@ -318,21 +343,20 @@ impl Desk {
         let word = running.word.clone();
         tokio::spawn(async move {
             let (tell, told) = oneshot::channel();
-            let waited_for = match word.send(tell).await {
-                Ok(()) => told.await.unwrap_or(false),
-                Err(_) => false,
-            };
-            let _ = answer.send(Ok(waited_for));
+            let word = word.send(Word { said, answer: tell });
+            let counted = word.await.is_ok() && told.await.unwrap_or(false);
+            let _ = answer.send(Ok(counted));
         });
     }
 
     /// After QEMU's end: lets the operation come to its own.
     pub async fn wait_for_end(&mut self) {
-        if let Some(running) = self.running.take()
-            && let Err(error) = running.task.await
+        if let Some(running) = &mut self.running
+            && let Err(error) = (&mut running.task).await
         {
             tracing::error!(%error, "an operation ended in panic");
         }
+        self.running = None;
     }
 
     /// Lets a watcher read how the last operation ended.

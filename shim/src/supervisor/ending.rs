@@ -22,6 +22,7 @@ use uuid::Uuid;
 
 use super::state_dir::StateDir;
 use crate::api::types::{Ending, Operation};
+use crate::machine::wake::feeding::Left;
 
 /// The end of a VM's QEMU.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -36,6 +37,9 @@ pub struct LastEnding {
     /// What who asked for its end was told.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub result: Option<Ending>,
+    /// The image that its memory was still coming from, which is kept.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub unfed: Option<Left>,
 }
 
 /// What became of a guest.
@@ -90,10 +94,9 @@ impl LastEnding {
             Some((operation, Ending::SuspendedToDisk(_))) => How::SuspendedToDisk {
                 operation: *operation,
             },
-            Some((_, Ending::Snapshot(_) | Ending::VolumesMoved(_))) | None if status.success() => {
-                How::Stopped { reason }
-            }
-            Some((_, Ending::Snapshot(_) | Ending::VolumesMoved(_))) | None => How::Crashed {
+            // The others are not of the guest.
+            _ if status.success() => How::Stopped { reason },
+            _ => How::Crashed {
                 exit_code: status.code(),
                 signal: status.signal(),
             },
@@ -105,6 +108,11 @@ impl LastEnding {
         }
     }
 
+    /// Whether the guest ended by its own doing.
+    pub fn is_of_the_guest_itself(&self) -> bool {
+        matches!(&self.how, How::Stopped { reason: Some(reason) } if reason == "guest-shutdown" || reason == "guest-reset")
+    }
+
     /// An end that has just come about.
     pub fn now(name: &str, how: How) -> Self {
         let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
@@ -113,6 +121,7 @@ impl LastEnding {
             ended_unix_ms: u64::try_from(since.as_millis()).unwrap_or(u64::MAX),
             how,
             result: None,
+            unfed: None,
         }
     }
 

@@ -30,6 +30,7 @@ use dormouse_qmp::Client;
 use dormouse_storage::{ByteCount, Image};
 use rustix::process::{Pid, Signal, kill_process};
 use tokio::sync::{mpsc, oneshot, watch};
+use tokio::time::Instant;
 use uuid::Uuid;
 
 use crate::api::routes;
@@ -40,7 +41,8 @@ use crate::machine::hibernate;
 use crate::machine::hibernate::limits::Limits;
 use crate::machine::hibernate::machine::{Aim, CancelAnswer};
 use crate::machine::volume;
-use crate::machine::wake::feeding::{Feeding, View};
+use crate::machine::volume::word::Said;
+use crate::machine::wake::feeding::{Feeding, Left, Unfed, View};
 use crate::signals::Signals;
 use crate::vm::process::{QemuProcess, working_directory};
 use crate::vm::process_identity::ProcessIdentity;
@@ -52,6 +54,9 @@ use state_dir::{VmDirectory, VmRecord};
 
 /// How long the last words of a QEMU that has ended may be on their way.
 const LAST_WORDS: Duration = Duration::from_secs(1);
+
+/// How long a QEMU may take to end that is asked to, and whose guest stands where its memory does not come.
+const STANDING_GUEST_LIMIT: Duration = Duration::from_secs(5);
 
 /// Requests from API clients that may wait.
 const REQUEST_QUEUE: usize = 16;
@@ -88,8 +93,8 @@ pub enum Request {
     Begin(Ask, oneshot::Sender<Result<Begun, Failure>>),
     /// Cancel it.
     Cancel(Uuid, oneshot::Sender<Result<CancelAnswer, Failure>>),
-    /// Let it switch the volumes that wait for this word.
-    Complete(Uuid, oneshot::Sender<Result<bool, Failure>>),
+    /// Say something to it; answered with whether that made a difference.
+    Tell(Uuid, Said, oneshot::Sender<Result<bool, Failure>>),
 }
 
 /// All operations that are remembered, the last one last.
@@ -193,39 +198,60 @@ pub async fn supervise(mut supervised: Supervised, mut signals: Signals) -> Resu
             });
         }
     };
-    // Whatever becomes of it is told by its view, and logged.
+    // Whatever becomes of it is told by its view.
     let feeding = supervised.feeding.take().map(|feeding| {
         let folder = supervised.directory.path().to_owned();
         tokio::spawn(async move { feeding.run(&folder).await })
     });
     let woken_from = supervised.woken.as_ref().and_then(|woken| woken.operation);
     let mut desk = Desk::new(published, woken_from);
+    let mut out_of_patience = None;
     let status = loop {
-        tokio::select! {
+        let signal = tokio::select! {
             status = supervised.qemu.wait() => break status?,
-            signal = signals.next() => {
-                if let Some(signal) = desk.signalled(signal) {
-                    pass_on(signal, &supervised);
-                }
+            () = at(out_of_patience) => {
+                tracing::error!("QEMU did not end: its guest stands where it needs memory that does not come. It is killed");
+                supervised.qemu.kill().await?;
+                out_of_patience = None;
+                None
             }
-            Some(request) = requested.recv() => desk.answer(request, &handle),
-            news = desk.news() => {
-                if let Some(signal) = desk.act(&news, &handle) {
-                    pass_on(signal, &supervised);
-                }
+            signal = signals.next() => desk.signalled(signal),
+            Some(request) = requested.recv() => {
+                desk.answer(request, &handle);
+                None
+            }
+            news = desk.news() => desk.act(&news, &handle),
+        };
+        if let Some(signal) = signal {
+            pass_on(signal, &supervised);
+            if handle.feed.as_ref().and_then(View::failure).is_some() {
+                out_of_patience.get_or_insert_with(|| Instant::now() + STANDING_GUEST_LIMIT);
             }
         }
     };
-    desk.wait_for_end().await;
-    if let Some(feeding) = feeding {
-        // It ended with QEMU at the latest; what it does with the image it does to the end.
-        let _ = feeding.await;
+    // An operation may still wait for its storage. It is asked about and cancelled as before; no signal has a QEMU to go to.
+    loop {
+        tokio::select! {
+            () = desk.wait_for_end() => break,
+            signal = signals.next() => {
+                let _ = desk.signalled(signal);
+            }
+            Some(request) = requested.recv() => desk.answer(request, &handle),
+        }
     }
+    // It ended with QEMU at the latest; what it does with the image it does to the end.
+    let fed = match feeding {
+        Some(feeding) => feeding.await.ok(),
+        None => None,
+    };
     // What QEMU said last may be on its way still; its monitor is closed now.
     let reason = tokio::time::timeout(LAST_WORDS, reason).await;
     let reason = reason.ok().and_then(Result::ok).flatten();
     let operation = handle.last_operation();
-    let ending = LastEnding::seen(&handle.name, status, reason, operation.as_ref());
+    let mut ending = LastEnding::seen(&handle.name, status, reason, operation.as_ref());
+    if let Some(Err(unfed)) = fed {
+        ending.unfed = ended_unfed(*unfed, &ending, supervised.directory.path()).await;
+    }
     if let Err(error) = supervised.directory.state().note_ending(&ending) {
         tracing::warn!(%error, ?ending, "cannot write down how the VM ended");
     }
@@ -238,6 +264,29 @@ pub async fn supervise(mut supervised: Supervised, mut signals: Signals) -> Resu
         remove_used_up(&image);
     }
     Ok(Ended { status, ending })
+}
+
+/// What becomes of the image that a guest was still being fed from when it ended. Tells what is kept.
+async fn ended_unfed(unfed: Unfed, ending: &LastEnding, vm_directory: &Path) -> Option<Left> {
+    if !ending.is_of_the_guest_itself() {
+        tracing::error!(failure = %unfed.failure, "not all of the guest's memory got to it");
+        return Some(unfed.left);
+    }
+    let left = unfed.left.clone();
+    match unfed.guest_is_off(vm_directory).await {
+        Ok(()) => None,
+        Err(failure) => {
+            tracing::warn!(%failure, "the guest is off, but its image could not be put away; remove it");
+            Some(left)
+        }
+    }
+}
+
+async fn at(time: Option<Instant>) {
+    match time {
+        Some(time) => tokio::time::sleep_until(time).await,
+        None => std::future::pending().await,
+    }
 }
 
 /// Removes an image whose guest was woken.
@@ -392,6 +441,10 @@ fn volume_move(wish: NewOperation, handle: &Handle) -> Result<volume::Request, F
         volumes,
         speed_limit_bytes,
         complete_by_hand,
+        drop_bitmaps,
+        verify,
+        when_full,
+        wait_for_target_ms,
         timeout_ms,
         stall_timeout_ms,
     } = wish
@@ -406,6 +459,10 @@ fn volume_move(wish: NewOperation, handle: &Handle) -> Result<volume::Request, F
         volumes,
         speed_limit: speed_limit_bytes.map(ByteCount),
         by_hand: complete_by_hand,
+        drop_bitmaps,
+        verify,
+        when_full,
+        wait_for_target: wait_for_target_ms.map(Duration::from_millis),
         limits: volume::Limits {
             total: timeout_ms.map(Duration::from_millis),
             stall: stall_timeout_ms.map_or(limits.stall, Duration::from_millis),

@@ -12,7 +12,8 @@ use crate::api::types::{Ending, Operation, OperationKind, Problem};
 use crate::error::Failure;
 use crate::machine::hibernate::machine::Aim;
 use crate::machine::hibernate::runner::{Cancel, Told};
-use crate::machine::volume::runner::{Heard, Word};
+use crate::machine::volume::runner::Heard;
+use crate::machine::volume::word::Word;
 use crate::machine::{hibernate, suspend, volume};
 
 /// How often the byte counts are brought up to date. People look, nobody measures with it.
@@ -46,6 +47,7 @@ impl Prepared {
             done_bytes: 0,
             total_bytes: 0,
             volumes: Vec::new(),
+            waiting: None,
             result: None,
             error: None,
         });
@@ -168,6 +170,7 @@ impl Prepared {
         let told = watch::Sender::new(volume::runner::Told {
             phase: volume::machine::Phase::Preflight,
             volumes: Vec::new(),
+            waiting: None,
         });
         let mut news = told.subscribe();
         let heard = Heard { cancels, words };
@@ -185,6 +188,23 @@ impl Prepared {
         conclude(&document, phase, outcome.as_ref().map(ending));
         outcome
     }
+
+    /// Lets a disk grow. That takes moments, and is not cancelled.
+    pub async fn grow_volume(
+        self,
+        client: Client,
+        request: volume::grow::Request,
+    ) -> Result<volume::grow::Grown, Failure> {
+        let Self { document, .. } = self;
+        let outcome = volume::grow::grow(&client, &request).await;
+        let phase = match outcome {
+            Ok(_) => volume::grow::Phase::Grown,
+            Err(_) => volume::grow::Phase::Failed,
+        };
+        let ending = |grown: &volume::grow::Grown| Ending::VolumeGrown(grown.clone().into());
+        conclude(&document, phase, outcome.as_ref().map(ending));
+        outcome
+    }
 }
 
 fn publish_volumes(document: &watch::Sender<Operation>, told: &volume::runner::Told) {
@@ -193,6 +213,7 @@ fn publish_volumes(document: &watch::Sender<Operation>, told: &volume::runner::T
         operation.done_bytes = told.volumes.iter().map(|volume| volume.done_bytes).sum();
         operation.total_bytes = told.volumes.iter().map(|volume| volume.total_bytes).sum();
         operation.volumes.clone_from(&told.volumes);
+        operation.waiting.clone_from(&told.waiting);
     });
 }
 
@@ -208,6 +229,8 @@ fn conclude(
 ) {
     publish(document, |operation| {
         operation.phase = word(phase);
+        // What is over waits for nothing.
+        operation.waiting = None;
         match outcome {
             Ok(ending) => operation.result = Some(ending),
             Err(failure) => operation.error = Some(Problem::from(failure)),

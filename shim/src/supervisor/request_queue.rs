@@ -207,8 +207,9 @@ impl<T> RequestQueue<T> {
         }
     }
 
-    /// With nothing under way: who is to be begun next, which is the current one then.
-    pub fn next(&mut self) -> Option<(Ask, T)> {
+    /// With nothing under way: who is to be begun next, which is the current one then. It has waited, and has only the rest of
+    /// its patience for what else it has to wait for.
+    pub fn next(&mut self, now: Instant) -> Option<(Ask, T)> {
         if self.current.is_some() {
             return None;
         }
@@ -218,7 +219,13 @@ impl<T> RequestQueue<T> {
             .waiting
             .iter()
             .position(|waiting| waiting.ask.priority == priority)?;
-        let Waiting { ask, ticket, .. } = self.waiting.remove(at);
+        let Waiting {
+            mut ask,
+            since,
+            ticket,
+            ..
+        } = self.waiting.remove(at);
+        ask.patience = ask.patience.saturating_sub(now.duration_since(since));
         self.current = Some(ask.clone());
         Some((ask, ticket))
     }
@@ -480,9 +487,9 @@ mod tests {
                 queue.ask(higher.clone(), "higher", now),
                 Decision::Waiting { cancel: Some(id(1)) }
             );
-            assert_eq!(queue.next(), None, "the first has not ended");
+            assert_eq!(queue.next(now), None, "the first has not ended");
             queue.ended();
-            assert_eq!(queue.next(), Some((higher, "higher")));
+            assert_eq!(queue.next(now), Some((higher, "higher")));
         }
     }
 
@@ -501,15 +508,15 @@ mod tests {
             Decision::Waiting { cancel: Some(_) }
         ));
         queue.ended();
-        assert_eq!(queue.next(), Some((drain, "drain")));
-        assert_eq!(queue.next(), None);
+        assert_eq!(queue.next(now), Some((drain, "drain")));
+        assert_eq!(queue.next(now), None);
         assert_eq!(queue.expired(now + PREEMPTION_LIMIT).len(), 1);
     }
 
     #[test]
     fn patience_waits_for_its_turn_and_not_longer() {
         let (mut queue, now) = under_way(normal(1));
-        let patient = ask(2, Priority::Normal, 5 * SECOND);
+        let mut patient = ask(2, Priority::Normal, 5 * SECOND);
         assert_eq!(
             queue.ask(patient.clone(), "second", now),
             Decision::Waiting { cancel: None }
@@ -523,7 +530,9 @@ mod tests {
         assert!(denial.to_string().contains("waited 3s"), "{denial}");
         assert_eq!(Failure::from(denial.clone()).code, Code::TimedOut);
         queue.ended();
-        assert_eq!(queue.next(), Some((patient, "second")));
+        // It has only the rest of it for what else it has to wait for.
+        patient.patience = SECOND;
+        assert_eq!(queue.next(now + 4 * SECOND), Some((patient, "second")));
         assert_eq!(queue.deadline(), None);
     }
 
@@ -538,7 +547,7 @@ mod tests {
             "{told:?}"
         );
         queue.ended();
-        assert_eq!(queue.next().map(|(_, ticket)| ticket), Some("patient"));
+        assert_eq!(queue.next(now).map(|(_, ticket)| ticket), Some("patient"));
     }
 
     #[test]
@@ -547,10 +556,10 @@ mod tests {
         queue.ask(ask(2, Priority::Normal, SECOND), "second", now);
         queue.ask(ask(2, Priority::Normal, SECOND), "second again", now);
         queue.ended();
-        assert_eq!(queue.next().map(|(_, ticket)| ticket), Some("second"));
+        assert_eq!(queue.next(now).map(|(_, ticket)| ticket), Some("second"));
         assert_eq!(queue.joining(), ["second again"]);
         queue.ended();
-        assert_eq!(queue.next(), None);
+        assert_eq!(queue.next(now), None);
     }
 
     #[test]
@@ -571,7 +580,7 @@ mod tests {
         queue.ask(normal(2), "second", now);
         assert_eq!(queue.withdraw(id(2)), ["second"]);
         queue.ended();
-        assert_eq!(queue.next(), None);
+        assert_eq!(queue.next(now), None);
     }
 
     #[test]

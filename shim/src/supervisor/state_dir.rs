@@ -28,6 +28,7 @@ use tokio::time::Instant;
 
 use crate::error::{Code, Failure, GuestState};
 use crate::journal::{self, Found};
+use crate::machine::wake::feeding::FeedRecord;
 use crate::machine::{volume, wake};
 use crate::vm::file_identity::FileIdentity;
 use crate::vm::process_identity::ProcessIdentity;
@@ -93,6 +94,16 @@ impl StateDir {
         self.0.join(name).join("qmp.sock")
     }
 
+    /// Whether the monitor at `socket` is that of the VM `name`, however its path is spelled.
+    pub fn is_monitor_of(&self, name: &str, socket: &Path) -> bool {
+        let ours = self.monitor_socket(name);
+        let folder = |socket: &Path| socket.parent().and_then(FileIdentity::at);
+        socket == ours
+            || (socket.file_name() == ours.file_name()
+                && folder(&ours).is_some()
+                && folder(socket) == folder(&ours))
+    }
+
     /// Where operations are written down.
     pub fn operations(&self) -> PathBuf {
         self.0.join(".operations")
@@ -128,18 +139,21 @@ impl StateDir {
 
     /// Whether an operation on this QEMU was interrupted.
     pub fn is_interrupted(&self, pid: u32) -> bool {
+        let Some(qemu) = ProcessIdentity::of(pid) else {
+            return false;
+        };
         let found = journal::find(&self.operations()).unwrap_or_default();
         let moves = journal::find_all::<volume::record::Record>(&self.moves()).unwrap_or_default();
         let wakes = journal::find_all::<wake::record::Record>(&self.wakes()).unwrap_or_default();
         found
             .iter()
-            .any(|found| matches!(found, Found::Interrupted(journal) if journal.record().qemu.pid == pid))
+            .any(|found| matches!(found, Found::Interrupted(journal) if journal.record().qemu == qemu))
             || moves
                 .iter()
-                .any(|found| matches!(found, Found::Interrupted(journal) if journal.record().qemu.pid == pid))
+                .any(|found| matches!(found, Found::Interrupted(journal) if journal.record().qemu == qemu))
             || wakes
                 .iter()
-                .any(|found| matches!(found, Found::Interrupted(journal) if journal.record().qemu.pid == pid))
+                .any(|found| matches!(found, Found::Interrupted(journal) if journal.record().qemu == qemu))
     }
 
     /// What a supervisor of `name` in the background writes to.
@@ -215,8 +229,10 @@ impl StateDir {
                 break lock;
             }
         };
-        if let Some(pid) = VmRecord::read(&path).and_then(|record| record.living()) {
-            let hint = if self.is_interrupted(pid) {
+        if let Some(pid) = VmRecord::look(&path)?.and_then(|record| record.living()) {
+            let hint = if FeedRecord::read(&path)?.is_some() {
+                format!("; its memory still comes from an image: `dormouse recover {name}` feeds it the rest")
+            } else if self.is_interrupted(pid) {
                 format!("; an operation on it was interrupted: `dormouse recover {name}` ends that first")
             } else {
                 String::new()
@@ -231,7 +247,14 @@ impl StateDir {
             .with_guest(GuestState::Running));
         }
         RamHome::remove_leftovers(&path, ram_directory);
-        for leftover in ["vm.json", "qmp.sock", "api.sock", "ask.sock"] {
+        for leftover in [
+            "vm.json",
+            "qmp.sock",
+            "api.sock",
+            "ask.sock",
+            "feed.json",
+            "feed.sock",
+        ] {
             let _ = fs::remove_file(path.join(leftover));
         }
         Ok(VmDirectory {
@@ -319,9 +342,28 @@ impl Drop for VmDirectory {
 }
 
 impl VmRecord {
-    /// The record in a VM's folder, if there is one.
+    /// The record in a VM's folder, if there is one that can be read.
     pub fn read(directory: &Path) -> Option<Self> {
-        serde_json::from_slice(&fs::read(directory.join("vm.json")).ok()?).ok()
+        Self::look(directory).ok().flatten()
+    }
+
+    /// The record in a VM's folder. With one that cannot be read nobody knows whether its QEMU lives.
+    fn look(directory: &Path) -> Result<Option<Self>, Failure> {
+        let path = directory.join("vm.json");
+        let read = match fs::read(&path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            read => read,
+        };
+        let record = read.and_then(|text| Ok(serde_json::from_slice(&text)?));
+        record.map(Some).map_err(|error| {
+            Failure::new(
+                Code::Operator,
+                format!(
+                    "the VM's record {} cannot be read: {error}; make sure that no QEMU of it runs, and remove the record",
+                    path.display()
+                ),
+            )
+        })
     }
 
     /// Puts the record into a folder, which is made if there is none, durably: what a guest wakes from is made of it.

@@ -8,38 +8,37 @@
 //!
 //! Two volumes overlap when one lies on the other. Two partitions of one disk do not.
 
-use std::fs;
-use std::path::{Path, PathBuf};
+use std::fs::{self, File};
+use std::path::Path;
+
+use dormouse_storage::loop_backing;
 
 use super::file_identity::FileIdentity;
 
-/// Deeper stacks than this are not followed; nobody builds them.
-const DEPTH: usize = 8;
-
 /// Whether writing to one of two files or block devices changes the other.
 pub fn overlap(one: &Path, other: &Path) -> bool {
-    let (Some(one_is), Some(other_is)) = (FileIdentity::at(one), FileIdentity::at(other)) else {
+    FileIdentity::at(other).is_some_and(|other| overlaps(one, other))
+}
+
+/// Whether writing to the file or block device at `path` changes the one that `other` is.
+pub fn overlaps(path: &Path, other: FileIdentity) -> bool {
+    let Some(own) = FileIdentity::at(path) else {
         return false;
     };
-    ground_of(one).contains(&other_is) || ground_of(other).contains(&one_is)
+    ground_of(own).contains(&other) || ground_of(other).contains(&own)
 }
 
 /// The file or device itself, and all that it lies on.
-fn ground_of(path: &Path) -> Vec<FileIdentity> {
-    let Some(own) = FileIdentity::at(path) else {
-        return Vec::new();
-    };
-    let mut ground = vec![own];
+fn ground_of(identity: FileIdentity) -> Vec<FileIdentity> {
+    let mut ground = vec![identity];
     let mut next = 0;
-    while let Some(identity) = ground.get(next).copied().filter(|_| next < DEPTH) {
+    while let Some(identity) = ground.get(next).copied() {
         next += 1;
-        let below = below(&identity);
-        ground.extend(
-            below
-                .into_iter()
-                .filter(|identity| !ground.contains(identity))
-                .collect::<Vec<_>>(),
-        );
+        for below in below(&identity) {
+            if !ground.contains(&below) {
+                ground.push(below);
+            }
+        }
     }
     ground
 }
@@ -56,9 +55,7 @@ fn below(identity: &FileIdentity) -> Vec<FileIdentity> {
     if device.join("partition").exists() {
         below.extend(device.parent().and_then(numbered));
     }
-    if let Ok(file) = fs::read_to_string(device.join("loop/backing_file")) {
-        below.extend(FileIdentity::at(Path::new(file.trim_end_matches('\n'))));
-    }
+    below.extend(below_loop(&device));
     let slaves = fs::read_dir(device.join("slaves"))
         .into_iter()
         .flatten()
@@ -67,10 +64,28 @@ fn below(identity: &FileIdentity) -> Vec<FileIdentity> {
     below
 }
 
+/// What a loop device lies on. Its file's name is of another mount namespace, maybe, or of none any more, so it is only
+/// asked where the device itself cannot be.
+fn below_loop(device: &Path) -> Option<FileIdentity> {
+    let file = fs::read_to_string(device.join("loop/backing_file")).ok()?;
+    let node = Path::new("/dev").join(device.file_name()?);
+    let by_device = File::open(&node)
+        .ok()
+        .filter(|open| FileIdentity::of_open(open) == numbered(device))
+        .and_then(|open| loop_backing(&open).ok());
+    match by_device {
+        Some(backing) => Some(FileIdentity::of_numbers(
+            backing.device,
+            backing.inode,
+            backing.own_device,
+        )),
+        None => FileIdentity::at(Path::new(file.trim_end_matches('\n'))),
+    }
+}
+
 /// The device of a folder in sysfs.
 fn numbered(device: &Path) -> Option<FileIdentity> {
-    let numbers: PathBuf = device.join("dev");
-    let numbers = fs::read_to_string(numbers).ok()?;
+    let numbers = fs::read_to_string(device.join("dev")).ok()?;
     let (major, minor) = numbers.trim().split_once(':')?;
     Some(FileIdentity {
         major: major.parse().ok()?,

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use dormouse_qmp::view::block::{BlockExportInfo, BlockInfo};
 use dormouse_qmp::view::job::JobInfo;
-use dormouse_qmp::view::migration::MigrationInfo;
+use dormouse_qmp::view::migration::{MigrationInfo, MigrationStatus};
 use dormouse_qmp::{Client, command};
 
 use super::command_line::CommandLine;
@@ -42,7 +42,16 @@ async fn migration_blockers(client: &Client) -> Result<Vec<String>, Failure> {
     let is_in_progress = migration.is_in_progress();
     let mut blockers = migration.blocked_reasons.unwrap_or_default();
     if is_in_progress {
-        blockers.push("a migration is under way".to_owned());
+        let what = match migration.status {
+            Some(MigrationStatus::PostcopyActive) => {
+                "its memory is still coming, or going, while a guest runs (post-copy); try again when that is done"
+            }
+            Some(MigrationStatus::PostcopyPaused) => {
+                "its memory has stopped coming while it runs (post-copy); where it comes from an image, `dormouse recover` goes on"
+            }
+            _ => "a migration is under way",
+        };
+        blockers.push(what.to_owned());
     }
     Ok(blockers)
 }

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use dormouse_qmp::capabilities::{Capabilities, MirrorSafety, mirror_loses_writes};
 use dormouse_qmp::view::machine::RunState;
 use dormouse_qmp::{Client, Greeting};
-use dormouse_storage::{GuestMemory, Layout};
+use dormouse_storage::{GuestMemory, Layout, feed};
 use serde::{Deserialize, Serialize};
 
 use super::binary::MemoryBackendAbilities;
@@ -116,11 +116,12 @@ pub async fn diagnose(
     // The name does not matter here: what is told of main RAM is its place.
     let own = own_memory::of(&line, "of -m", &directory)
         .map_err(|error| Failure::new(Code::Refused, error.to_string()))?;
-    findings.extend(wake_findings(
-        MemoryBackendAbilities::of(client).await?,
-        &line,
-        own.first(),
-    ));
+    let abilities = MemoryBackendAbilities::of(client).await?;
+    let lazy = match own.iter().find_map(OwnMemory::against_feeding) {
+        Some(why) => Err(why),
+        None => feed::check_possible(abilities.offset),
+    };
+    findings.extend(wake_findings(abilities, &line, (lazy, own.first())));
     findings.extend(qemu_findings(
         client.greeting(),
         &*Capabilities::of(client).await?,
@@ -179,19 +180,19 @@ fn engine_findings(facts: &Facts<'_>) -> Vec<Finding> {
 fn wake_findings(
     abilities: MemoryBackendAbilities,
     line: &CommandLine,
-    own: Option<&OwnMemory>,
+    (lazy, own): (Result<(), String>, Option<&OwnMemory>),
 ) -> Vec<Finding> {
     let map = if let Some(own) = own {
         cannot("wake by map", &own.against_moving())
     } else if !abilities.offset {
         cannot(
             "wake by map",
-            "memory-backend-file of this QEMU has no offset=, which came with QEMU 8.1; wake by eager",
+            "memory-backend-file of this QEMU has no offset=, which came with QEMU 8.1; wake by lazy or eager",
         )
     } else if line.shares_memory() {
         cannot(
             "wake by map",
-            "the command line wants memory shared (share=on), and a map is private; wake by eager",
+            "the command line wants memory shared (share=on), and a map is private; wake by lazy or eager",
         )
     } else {
         can(
@@ -199,8 +200,16 @@ fn wake_findings(
             "RAM is read when it is touched; such a guest is hibernated again by a stream",
         )
     };
+    let lazy = match lazy {
+        Ok(()) => can(
+            "wake by lazy",
+            "the guest runs at once, and RAM is fed to it while it does; each chunk is checked before",
+        ),
+        Err(why) => cannot("wake by lazy", &why),
+    };
     vec![
         map,
+        lazy,
         match own {
             None => can("wake by eager", "RAM is read and checked before the guest runs"),
             Some(own) => cannot(
@@ -347,13 +356,21 @@ mod tests {
             (new, &shared, false, "share=on"),
             (new, &line("qemu"), true, "when it is touched"),
         ] {
-            let map = &wake_findings(abilities, line, None)[0];
+            let [map, lazy, _] = &wake_findings(abilities, line, (Err("it rains".to_owned()), None))[..]
+            else {
+                panic!("map, lazy and eager")
+            };
             assert_eq!(map.can, can, "{map:?}");
             assert!(map.detail.contains(words), "{map:?}");
+            assert_eq!((lazy.can, &lazy.detail[..]), (false, "it rains"));
         }
         let huge = line("qemu -m 64 -object memory-backend-memfd,id=dimm,size=64M,hugetlb=on");
         let own = own_memory::of(&huge, "of -m", Path::new("/")).unwrap();
-        for finding in wake_findings(new, &huge, own.first()) {
+        let findings = wake_findings(new, &huge, (Ok(()), own.first()));
+        for finding in findings
+            .iter()
+            .filter(|finding| !finding.subject.contains("lazy"))
+        {
             assert!(
                 !finding.can && finding.detail.contains("RAM block dimm"),
                 "{finding:?}"

@@ -21,10 +21,19 @@ pub struct FileIdentity {
 impl FileIdentity {
     /// Of a file that was looked at.
     pub fn of(metadata: &Metadata) -> Self {
-        let (device, inode) = if metadata.file_type().is_block_device() {
-            (metadata.rdev(), 0)
+        let own_device = if metadata.file_type().is_block_device() {
+            metadata.rdev()
         } else {
-            (metadata.dev(), metadata.ino())
+            0
+        };
+        Self::of_numbers(metadata.dev(), metadata.ino(), own_device)
+    }
+
+    /// Of the file with this inode on a file system's device, or of a block device, if it has a number of its own.
+    pub fn of_numbers(device: u64, inode: u64, own_device: u64) -> Self {
+        let (device, inode) = match own_device {
+            0 => (device, inode),
+            own => (own, 0),
         };
         Self {
             major: rustix::fs::major(device),

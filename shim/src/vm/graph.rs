@@ -106,6 +106,15 @@ impl Graph {
         }
     }
 
+    #[cfg(test)]
+    pub fn of_nodes(nodes: Vec<BlockNode>) -> Self {
+        let raw = RawGraph {
+            nodes: Vec::new(),
+            edges: Vec::new(),
+        };
+        Self::new(Vec::new(), nodes, raw)
+    }
+
     /// What the guest sees as drives.
     pub fn drives(&self) -> &[BlockInfo] {
         &self.drives

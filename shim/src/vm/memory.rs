@@ -16,6 +16,7 @@ use dormouse_qmp::command;
 use dormouse_qmp::view::machine::{HumanReadableText, MemoryBackend};
 use dormouse_storage::{BlockSize, ByteCount};
 
+use super::block_ground::overlaps;
 use super::file_identity::FileIdentity;
 use crate::error::{Code, Failure};
 
@@ -142,10 +143,10 @@ impl Backend {
         })
     }
 
-    /// Whether its file is the one at `path`.
+    /// Whether writing to the file or device at `path` changes it.
     pub fn is_at(&self, path: &Path) -> bool {
         let ours = self.reach.as_ref().ok().and_then(FileIdentity::of_open);
-        ours.is_some() && ours == FileIdentity::at(path)
+        ours.is_some_and(|ours| overlaps(path, ours))
     }
 }
 

@@ -7,10 +7,11 @@
 
 use std::path::{Path, PathBuf};
 
-use serde_json::{Map, Value, json};
+use serde_json::json;
 
 use super::command_line::takes_value;
 use super::file_identity::FileIdentity;
+use super::node_options::{self, NodeOptions};
 use super::options::Options;
 
 /// Where a disk was, and where it is.
@@ -99,7 +100,8 @@ pub fn is_rewritten(arguments: &[String], disk: &MovedDisk) -> bool {
         .any(|argument| argument.contains(&*new) || argument.contains(&doubled))
 }
 
-fn is_same(one: &Path, other: &Path) -> bool {
+/// Whether both are the same file.
+pub(super) fn is_same(one: &Path, other: &Path) -> bool {
     one == other || FileIdentity::at(one).is_some_and(|identity| FileIdentity::at(other) == Some(identity))
 }
 
@@ -112,12 +114,16 @@ fn short_form(option: &str) -> Option<usize> {
 }
 
 fn move_drive(options: &mut Options, key: &str, disk: &MovedDisk) {
-    let below: Vec<String> = options
+    // What is the old format's own the new one does not know.
+    let of_the_format: Vec<String> = options
         .pairs()
         .map(|(key, _)| key.to_owned())
-        .filter(|key| key.starts_with("backing") || key == "size" || key == "offset")
+        .filter(|key| {
+            let first = key.split('.').next().unwrap_or_default();
+            !OF_DRIVES.contains(&first) && !OF_ALL_FORMATS.contains(&first)
+        })
         .collect();
-    for key in below.iter().filter(|_| disk.format.is_some()) {
+    for key in of_the_format.iter().filter(|_| disk.format.is_some()) {
         options.remove(key);
     }
     options.set(key, disk.new.to_string_lossy());
@@ -142,80 +148,40 @@ fn protocol(disk: &MovedDisk) -> &'static str {
     }
 }
 
-/// A node's options in whichever form; keys have dots between their parts.
-#[derive(Debug, Clone)]
-enum Node {
-    Pairs(Options),
-    Json(Map<String, Value>),
-}
-
-impl Node {
-    fn parse(text: &str) -> Option<Self> {
-        if text.trim_start().starts_with('{') {
-            return Some(Self::Json(serde_json::from_str(text).ok()?));
-        }
-        Some(Self::Pairs(Options::parse(text)?))
-    }
-
-    fn value(&self, key: &str) -> Option<&str> {
-        match self {
-            Self::Pairs(options) => match key {
-                "driver" => options.leading(key),
-                key => options.value(key),
-            },
-            Self::Json(map) => {
-                let mut parts = key.split('.');
-                let first = map.get(parts.next()?)?;
-                parts.try_fold(first, |value, part| value.get(part))?.as_str()
-            }
-        }
-    }
-
-    fn set(&mut self, key: &str, value: &Value) {
-        match self {
-            Self::Pairs(options) => {
-                if key == "driver" {
-                    options.remove("");
-                }
-                options.set(
-                    key,
-                    value.as_str().map_or_else(|| value.to_string(), str::to_owned),
-                );
-            }
-            Self::Json(map) => match key.split_once('.') {
-                None => drop(map.insert(key.to_owned(), value.clone())),
-                Some((first, rest)) => {
-                    if let Some(inner) = map.get_mut(first) {
-                        inner[rest] = value.clone();
-                    }
-                }
-            },
-        }
-    }
-
-    /// Keeps only the top-level keys that `is_kept` takes.
-    fn retain(&mut self, is_kept: impl Fn(&str) -> bool) {
-        match self {
-            Self::Pairs(options) => {
-                let keys: Vec<String> = options.pairs().map(|(key, _)| key.to_owned()).collect();
-                for key in keys
-                    .iter()
-                    .filter(|key| !is_kept(key.split('.').next().unwrap_or_default()))
-                {
-                    options.remove(key);
-                }
-            }
-            Self::Json(map) => map.retain(|key, _| is_kept(key)),
-        }
-    }
-
-    fn render(&self) -> String {
-        match self {
-            Self::Pairs(options) => options.render(),
-            Self::Json(map) => Value::Object(map.clone()).to_string(),
-        }
-    }
-}
+/// What `-drive` has beside the options of the format.
+const OF_DRIVES: &[&str] = &[
+    "if",
+    "bus",
+    "unit",
+    "index",
+    "media",
+    "id",
+    "format",
+    "snapshot",
+    "aio",
+    "rerror",
+    "werror",
+    "readonly",
+    "copy-on-read",
+    "throttling",
+    "group",
+    "bps",
+    "bps_rd",
+    "bps_wr",
+    "bps_max",
+    "bps_rd_max",
+    "bps_wr_max",
+    "iops",
+    "iops_rd",
+    "iops_wr",
+    "iops_max",
+    "iops_rd_max",
+    "iops_wr_max",
+    "iops_size",
+    "stats-account-invalid",
+    "stats-account-failed",
+    "stats-intervals",
+];
 
 /// What every format has.
 const OF_ALL_FORMATS: &[&str] = &[
@@ -232,11 +198,8 @@ const OF_ALL_FORMATS: &[&str] = &[
 ];
 
 fn move_nodes(line: &[String], disk: &MovedDisk, names_old: impl Fn(&str) -> bool) -> Option<Vec<String>> {
-    let mut nodes: Vec<(usize, Node)> = (1..line.len())
-        .filter(|at| matches!(line[at - 1].as_str(), "-blockdev" | "--blockdev"))
-        .filter_map(|at| Some((at, Node::parse(&line[at])?)))
-        .collect();
-    let is_ours = |node: &Node| {
+    let mut nodes = node_options::all(line);
+    let is_ours = |node: &NodeOptions| {
         node.value("node-name")
             .is_some_and(|name| disk.old_nodes.iter().any(|old| old == name))
     };
@@ -247,19 +210,24 @@ fn move_nodes(line: &[String], disk: &MovedDisk, names_old: impl Fn(&str) -> boo
     let file = nodes
         .iter()
         .position(|(_, node)| node.value("filename").is_some_and(&names_old));
+    let above = |below: usize| {
+        let name = nodes[below].1.value("node-name")?;
+        nodes
+            .iter()
+            .position(|(_, node)| node.value("file") == Some(name))
+    };
     let format = match file {
-        Some(file) => {
-            let name = nodes[file].1.value("node-name")?.to_owned();
-            nodes
-                .iter()
-                .position(|(_, node)| node.value("file") == Some(&name) && is_ours(node))
-        }
+        Some(file) => above(file),
         None => Some(
             nodes
                 .iter()
                 .position(|(_, node)| node.value("file.filename").is_some_and(&names_old))?,
         ),
     };
+    // What is between the file and the disk is more than a format.
+    if format.and_then(above).is_some() {
+        return None;
+    }
     let Some(format) = format else {
         // A device that is on the file's node itself can only be where bytes are bytes.
         if new_format != "raw" || disk.pinned_bytes.is_some() {
@@ -310,7 +278,7 @@ fn move_nodes(line: &[String], disk: &MovedDisk, names_old: impl Fn(&str) -> boo
 
 fn with_other_path(
     line: &[String],
-    mut nodes: Vec<(usize, Node)>,
+    mut nodes: Vec<(usize, NodeOptions)>,
     disk: &MovedDisk,
     names_old: impl Fn(&str) -> bool,
 ) -> Option<Vec<String>> {
@@ -328,7 +296,7 @@ fn with_other_path(
     None
 }
 
-fn with_nodes(line: &[String], nodes: &[(usize, Node)], left_out: &[usize]) -> Vec<String> {
+fn with_nodes(line: &[String], nodes: &[(usize, NodeOptions)], left_out: &[usize]) -> Vec<String> {
     let mut line = line.to_vec();
     for (at, node) in nodes {
         line[*at] = node.render();
@@ -343,6 +311,8 @@ fn with_nodes(line: &[String], nodes: &[(usize, Node)], left_out: &[usize]) -> V
 
 #[cfg(test)]
 mod tests {
+    use serde_json::Value;
+
     use super::*;
 
     fn disk(format: &'static str) -> MovedDisk {
@@ -377,6 +347,53 @@ mod tests {
             ..disk("raw")
         };
         assert!(moved(&line, &pinned).unwrap()[2].ends_with("format=raw,size=512"));
+    }
+
+    #[test]
+    fn a_drive_keeps_no_option_of_a_format_that_it_has_left() {
+        let options = "l2-cache-size=4M,lazy-refcounts=on,cache-clean-interval=9,encrypt.format=luks,encrypt.key-secret=k,\
+                       key-secret=k,pass-discard-request=on,overlap-check=all,offset=512,size=1M";
+        let drive = format!(
+            "file=a.img,format=qcow2,{options},if=virtio,cache=none,aio=native,bps=5,file.locking=off"
+        );
+        assert_eq!(
+            moved(&["qemu", "-drive", &drive], &disk("raw")).unwrap()[2],
+            "if=virtio,cache=none,aio=native,bps=5,file.locking=off,file=/new/b,format=raw"
+        );
+    }
+
+    #[test]
+    fn nodes_that_were_moved_before_have_other_names_in_qemu_than_on_the_line() {
+        let line = [
+            "qemu",
+            "-blockdev",
+            "driver=file,node-name=prot,filename=/old/a.img",
+            "-blockdev",
+            "driver=qcow2,node-name=fmt,file=prot",
+        ];
+        let again = MovedDisk {
+            old_nodes: ["dm1-0-format", "dm1-0-file"].map(str::to_owned).to_vec(),
+            ..disk("raw")
+        };
+        let now = moved(&line, &again).unwrap();
+        assert!(
+            now[4].contains("driver=raw") && !now[4].contains("qcow2"),
+            "{now:?}"
+        );
+    }
+
+    #[test]
+    fn a_disk_with_more_above_its_file_than_a_format_is_left_alone() {
+        let line = [
+            "qemu",
+            "-blockdev",
+            "driver=file,node-name=prot,filename=/old/a.img",
+            "-blockdev",
+            "driver=throttle,node-name=between,throttle-group=g,file=prot",
+            "-blockdev",
+            "driver=qcow2,node-name=fmt,file=between",
+        ];
+        assert_eq!(moved(&line, &disk("raw")), None);
     }
 
     #[test]

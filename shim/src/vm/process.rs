@@ -1,5 +1,6 @@
 //! QEMU's process: one of our own with its monitor, and the end of any.
 
+use std::collections::HashSet;
 use std::fmt::Display;
 use std::fs;
 use std::io::{self, IsTerminal};
@@ -14,6 +15,7 @@ use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use tokio::process::{Child, Command};
 use tokio::time::Instant;
 
+use super::block_ground::overlap;
 use super::command_line::CommandLine;
 use super::file_identity::FileIdentity;
 use super::last_words::LastWords;
@@ -248,17 +250,58 @@ pub fn visible_command_line(pid: u32, directory: &Path) -> Result<Vec<String>, F
     Ok(arguments)
 }
 
-/// Whether the process has the file or device at `path` open, as far as its descriptors can be seen.
+/// Whether the process has the file or device at `path` open, or what lies on it or under it, as far as its descriptors can
+/// be seen.
 pub fn has_open(pid: u32, path: &Path) -> bool {
-    let Some(wanted) = FileIdentity::at(path) else {
-        return false;
-    };
     let descriptors = fs::read_dir(format!("/proc/{pid}/fd"));
     descriptors
         .into_iter()
         .flatten()
         .flatten()
-        .any(|descriptor| FileIdentity::at(&descriptor.path()) == Some(wanted))
+        .any(|descriptor| overlap(path, &descriptor.path()))
+}
+
+/// A process that has the device at `path` mapped into its memory, as a guest that was woken from it may: such a mapping is no
+/// claim on the device. Processes that may not be looked into are not seen.
+pub fn who_maps(path: &Path) -> Option<u32> {
+    let device = FileIdentity::at(path)?;
+    let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
+    processes
+        .filter_map(|process| process.file_name().to_str()?.parse().ok())
+        .find(|&pid| maps(pid, device))
+}
+
+fn maps(pid: u32, device: FileIdentity) -> bool {
+    let descriptors = fs::read_dir(format!("/proc/{pid}/fd"))
+        .into_iter()
+        .flatten()
+        .flatten();
+    // A mapping is told by a name only, which is that of the descriptor it was made by.
+    let mut names = descriptors
+        .filter(|descriptor| FileIdentity::at(&descriptor.path()) == Some(device))
+        .filter_map(|descriptor| fs::read_link(descriptor.path()).ok())
+        .peekable();
+    if names.peek().is_none() {
+        return false;
+    }
+    let mappings = fs::read_to_string(format!("/proc/{pid}/maps")).unwrap_or_default();
+    names.any(|name| {
+        let name = name.to_string_lossy();
+        mappings
+            .lines()
+            .any(|mapping| mapping.ends_with(&*name) && mapping[..mapping.len() - name.len()].ends_with(' '))
+    })
+}
+
+/// The files and devices that the process has open; `None` if that cannot be seen.
+pub fn open_files(pid: u32) -> Option<HashSet<FileIdentity>> {
+    let descriptors = fs::read_dir(format!("/proc/{pid}/fd")).ok()?;
+    let files = descriptors.flatten();
+    Some(
+        files
+            .filter_map(|descriptor| FileIdentity::at(&descriptor.path()))
+            .collect(),
+    )
 }
 
 /// The end of a process that need not be our child. Made while the process surely lives, so that a process id that is
@@ -314,5 +357,8 @@ mod tests {
         assert!(has_open(ours, &held) && has_open(ours, &link));
         assert!(!has_open(ours, &closed));
         assert!(!has_open(ours, &folder.path().join("missing")));
+        let open = open_files(ours).unwrap();
+        assert!(open.contains(&FileIdentity::at(&link).unwrap()));
+        assert!(!open.contains(&FileIdentity::at(&closed).unwrap()));
     }
 }

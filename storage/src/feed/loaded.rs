@@ -49,6 +49,17 @@ impl Loaded {
         Ok(())
     }
 
+    /// Whether a unit that was read last holds anything but zeros.
+    pub(super) fn holds_data(&self, unit: Unit) -> bool {
+        let chunks = unit.pages.div_ceil(self.chunk_pages);
+        self.chunks[..chunks].iter().any(|(_, holds_data)| *holds_data)
+    }
+
+    /// Whether a page of the unit that was read last is zero.
+    pub(super) fn is_zero(&self, unit: Unit, page: usize) -> bool {
+        matches!(self.page(unit, page).content, PageContent::Zero)
+    }
+
     /// A page of the unit that was read last, by its number in the block.
     pub(super) fn page(&self, unit: Unit, page: usize) -> Page<'_> {
         let within = page - unit.first_page;

@@ -14,8 +14,12 @@
 //!
 //! * **Nothing that failed a check is fed.** A page goes out only from a chunk whose checksum was right, decrypted and
 //!   decompressed. A chunk that cannot be had is told at once ([`Told::damage`]), all else is fed, and the connection
-//!   stays: the guest stands where it needs that chunk, and nowhere else.
-//! * **A page goes out once.** QEMU takes none twice. After an interruption QEMU tells what it has, and that counts.
+//!   stays: the guest stands where it needs that chunk, and nowhere else. Storage that did not give it is asked again, until
+//!   it does.
+//! * A feed that goes on after an interruption ends when nothing is left but chunks that will not come: whoever waits for it
+//!   learns that, and QEMU waits for another.
+//! * **A page goes out once.** QEMU takes none twice. After an interruption QEMU tells what it has, and that counts. Zero
+//!   pages that nobody waits for need not go out at all: they are what QEMU's memory is where nothing came.
 //! * **Who waits comes first.** An answer stands back behind no more than one batch that is being written and what is
 //!   in the socket. It takes its neighbours along.
 //! * Pages of memory that is in larger pages go together, as QEMU needs them.
@@ -52,15 +56,16 @@ use crate::sys::probe;
 use crate::{ByteCount, Image, ImageError, Recording};
 
 /// What lets QEMU have the faults of its memory told to it.
-pub const USERFAULTFD_REMEDY: &str = "run as root or with CAP_SYS_PTRACE, set vm.unprivileged_userfaultfd=1, or give access to /dev/userfaultfd";
+pub const USERFAULTFD_REMEDY: &str = "run as root or with CAP_SYS_PTRACE, set vm.unprivileged_userfaultfd=1, or give access to /dev/userfaultfd (QEMU 8.1)";
 
 /// Whether a QEMU started by this process can be fed while its guest runs; why not, and what would help.
+/// `opens_device`: whether it knows `/dev/userfaultfd`.
 ///
 /// # Errors
 ///
 /// A sentence.
-pub fn check_possible() -> Result<(), String> {
-    match probe::why_no_userfaultfd() {
+pub fn check_possible(opens_device: bool) -> Result<(), String> {
+    match probe::why_no_userfaultfd(opens_device) {
         None => Ok(()),
         Some(error) => Err(format!(
             "userfaultfd is refused here ({error}); {USERFAULTFD_REMEDY}"
@@ -74,6 +79,9 @@ const READERS: usize = 2;
 const ANSWERERS: usize = 2;
 /// Pages of a batch, and so what an answer may have to wait for.
 const BATCH_PAGES: usize = 32;
+/// When storage that gave an error is asked again; twice as long after each time, up to the limit.
+const ASK_AGAIN: Duration = Duration::from_millis(100);
+const ASK_AGAIN_LIMIT: Duration = Duration::from_secs(5);
 /// How often it is looked whether what nobody asked for may be fed.
 const HOLD: Duration = Duration::from_millis(1);
 
@@ -175,7 +183,7 @@ impl Feeder {
             stream.try_clone().map_err(lost)?,
             stream.try_clone().map_err(lost)?,
         );
-        let outlet = Outlet::new(&self.recording, &blocks, out);
+        let outlet = Outlet::new(&self.recording, &blocks, &self.told, out);
         match beginning {
             Beginning::Wake => {
                 let head = self.head(&blocks, &outlet)?;
@@ -190,6 +198,8 @@ impl Feeder {
             told: &self.told,
             units: blocks.units(),
             next: AtomicUsize::new(0),
+            reading: AtomicUsize::new(READERS),
+            ends_short: beginning == Beginning::Recovery,
             requests: Mutex::default(),
             requested: Condvar::new(),
             over: AtomicBool::new(false),
@@ -214,7 +224,7 @@ impl Feeder {
                 took: started.elapsed(),
             }),
             Ok(Some(_)) => Err(FeedError::Refused),
-            end => match self.told.damage().first() {
+            end => match self.told.damage().iter().find(|damage| !damage.may_come) {
                 Some(first) if missing > ByteCount::ZERO => Err(FeedError::Damaged {
                     missing,
                     first: first.why.clone(),
@@ -303,7 +313,11 @@ struct Work<'a> {
     told: &'a Told,
     units: Vec<Unit>,
     next: AtomicUsize,
-    requests: Mutex<VecDeque<Request>>,
+    /// Threads that read ahead still.
+    reading: AtomicUsize,
+    /// Whether it ends with nothing left but what will not come.
+    ends_short: bool,
+    requests: Mutex<Requests>,
     requested: Condvar,
     over: AtomicBool,
     stream: &'a UnixStream,
@@ -315,7 +329,28 @@ struct Work<'a> {
 struct Request {
     block: usize,
     pages: Range<usize>,
-    heard: Instant,
+    /// Since when; `None`: nobody waits, they could not be read when their turn came.
+    heard: Option<Instant>,
+    /// How long after an error it is tried again.
+    pause: Duration,
+}
+
+#[derive(Debug, Default)]
+struct Requests {
+    now: VecDeque<Request>,
+    /// Those that storage gave an error for, and when they are tried again.
+    later: Vec<(Instant, Request)>,
+    /// How many are being answered.
+    taken: usize,
+}
+
+/// Whether a unit was read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Had {
+    Yes,
+    /// Storage gave an error.
+    NotYet,
+    Never,
 }
 
 impl Work<'_> {
@@ -359,10 +394,11 @@ impl Work<'_> {
         // One request for each unit.
         while let Some(unit) = self.blocks.unit_at(block, first).filter(|_| first < pages.end) {
             let end = pages.end.min(unit.first_page + unit.pages);
-            self.queue().push_back(Request {
+            self.queue().now.push_back(Request {
                 block,
                 pages: first..end,
-                heard,
+                heard: Some(heard),
+                pause: ASK_AGAIN,
             });
             self.requested.notify_one();
             first = end;
@@ -373,33 +409,74 @@ impl Work<'_> {
     fn answer(&self) -> io::Result<()> {
         let mut loaded = Loaded::new(self.image, self.blocks);
         while let Some(request) = self.next_request() {
-            let Some(unit) = self.blocks.unit_at(request.block, request.pages.start) else {
-                continue;
-            };
-            // It went out while the request was on its way.
-            if self.outlet.is_sent(request.block, request.pages.clone()) || !self.load(&mut loaded, unit) {
-                continue;
-            }
-            // The pages themselves first, their neighbours in the same breath.
-            let batch = self.batch_around(unit, request.pages.start);
-            let sent = self.outlet.send(&loaded, unit, request.pages.clone(), true)?
-                + self.outlet.send(&loaded, unit, batch, true)?;
-            self.told.answered(request.heard.elapsed());
-            self.told.fed(bytes_of(sent));
-            // What is read anyway goes too, as long as nobody waits for something else.
-            for batch in self.batches(unit) {
-                if !self.queue().is_empty() || !self.told.is_released() {
-                    break;
-                }
-                let sent = self.outlet.send(&loaded, unit, batch, false)?;
-                self.told.fed(bytes_of(sent));
-            }
+            self.answer_one(&mut loaded, request)?;
+            self.queue().taken -= 1;
+            self.end_if_short();
         }
         Ok(())
     }
 
-    /// Feeds what nobody asked for, in order.
+    fn answer_one(&self, loaded: &mut Loaded, request: Request) -> io::Result<()> {
+        let Some(unit) = self.blocks.unit_at(request.block, request.pages.start) else {
+            return Ok(());
+        };
+        // It went out while the request was on its way.
+        if self.outlet.is_sent(request.block, request.pages.clone()) {
+            return Ok(());
+        }
+        match self.load(loaded, unit) {
+            Had::Yes if request.pause > ASK_AGAIN => self.came_after_all(unit),
+            Had::Yes => {}
+            Had::NotYet => {
+                self.try_later(request);
+                return Ok(());
+            }
+            Had::Never => return Ok(()),
+        }
+        if let Some(heard) = request.heard {
+            // The pages themselves first, their neighbours in the same breath.
+            let batch = self.batch_around(unit, request.pages.start);
+            let sent = self.outlet.send(loaded, unit, request.pages.clone(), true)?
+                + self.outlet.send(loaded, unit, batch, false)?;
+            self.told.answered(heard.elapsed());
+            self.told.fed(bytes_of(sent));
+        }
+        // What is read anyway goes too, as long as nobody waits for something else. What could not be read when its turn
+        // came goes in any case: nothing else brings it.
+        for batch in self.batches(unit) {
+            if request.heard.is_some() && (!self.queue().now.is_empty() || !self.told.is_released()) {
+                break;
+            }
+            let sent = self.outlet.send(loaded, unit, batch, false)?;
+            self.told.fed(bytes_of(sent));
+        }
+        Ok(())
+    }
+
+    /// Feeds what nobody asked for.
     fn read_ahead(&self) -> io::Result<()> {
+        self.read_in_order()?;
+        self.reading.fetch_sub(1, Ordering::SeqCst);
+        self.end_if_short();
+        Ok(())
+    }
+
+    /// Ends a feed that has nothing left to do, but for what will not come.
+    fn end_if_short(&self) {
+        let has_nothing_left = || {
+            let queue = self.queue();
+            queue.now.is_empty() && queue.later.is_empty() && queue.taken == 0
+        };
+        if self.ends_short
+            && self.reading.load(Ordering::SeqCst) == 0
+            && has_nothing_left()
+            && self.outlet.left() > 0
+        {
+            self.outlet.shut(self.stream);
+        }
+    }
+
+    fn read_in_order(&self) -> io::Result<()> {
         while !self.told.is_released() {
             if self.is_over() {
                 return Ok(());
@@ -415,13 +492,24 @@ impl Work<'_> {
             if self.outlet.is_sent(unit.block, pages) {
                 continue;
             }
+            match self.load(&mut loaded, *unit) {
+                Had::Yes => {}
+                Had::NotYet => {
+                    self.try_later(Request {
+                        block: unit.block,
+                        pages: unit.first_page..unit.first_page + unit.pages,
+                        heard: None,
+                        pause: ASK_AGAIN,
+                    });
+                    continue;
+                }
+                Had::Never => continue,
+            }
             if let Some(limit) = &self.rate_limit
+                && loaded.holds_data(*unit)
                 && !limit.wait(bytes_of(unit.pages), &self.over)
             {
                 break;
-            }
-            if !self.load(&mut loaded, *unit) {
-                continue;
             }
             for batch in self.batches(*unit) {
                 let sent = self.outlet.send(&loaded, *unit, batch, false)?;
@@ -431,21 +519,45 @@ impl Work<'_> {
         Ok(())
     }
 
-    /// Reads a unit; `false`: it cannot be had.
-    fn load(&self, loaded: &mut Loaded, unit: Unit) -> bool {
+    /// Reads a unit.
+    fn load(&self, loaded: &mut Loaded, unit: Unit) -> Had {
+        let block = &self.blocks.blocks[unit.block].name;
         let Err((page, error)) = loaded.read(self.image, self.blocks, unit) else {
-            return true;
+            return Had::Yes;
         };
+        let may_come = matches!(error, ImageError::Io { .. });
         let damage = Damage {
-            block: self.blocks.blocks[unit.block].name.clone(),
+            block: block.clone(),
+            may_come,
             offset: bytes_of(page),
             length: ByteCount(bytes_of(unit.pages.min(self.blocks.chunk_pages))),
             why: sentence(&error),
         };
+        let why = damage.why.clone();
         if self.told.damaged(damage) {
-            tracing::error!(%error, "some of the guest's memory cannot be had");
+            tracing::error!(
+                why,
+                may_come,
+                "some of the guest's memory cannot be had: it stands where it needs that"
+            );
         }
-        false
+        if may_come { Had::NotYet } else { Had::Never }
+    }
+
+    fn try_later(&self, mut request: Request) {
+        let due = Instant::now() + request.pause;
+        request.pause = ASK_AGAIN_LIMIT.min(request.pause * 2);
+        self.queue().later.push((due, request));
+        self.requested.notify_one();
+    }
+
+    /// Storage gave what it had not given.
+    fn came_after_all(&self, unit: Unit) {
+        let pages = unit.first_page..unit.first_page + unit.pages;
+        let offsets = bytes_of(pages.start)..bytes_of(pages.end);
+        let block = &self.blocks.blocks[unit.block].name;
+        tracing::info!(block, ?offsets, "memory that could not be had has come after all");
+        self.told.mended(block, offsets);
     }
 
     fn batch_pages(&self, unit: Unit) -> usize {
@@ -471,10 +583,23 @@ impl Work<'_> {
             if self.is_over() {
                 return None;
             }
-            if let Some(request) = queue.pop_front() {
+            if let Some(request) = queue.now.pop_front() {
+                queue.taken += 1;
                 return Some(request);
             }
-            queue = self.requested.wait(queue).unwrap_or_else(PoisonError::into_inner);
+            let next = queue.later.iter().enumerate().min_by_key(|(_, (due, _))| *due);
+            let next = next.map(|(index, (due, _))| (index, due.saturating_duration_since(Instant::now())));
+            queue = match next {
+                Some((index, Duration::ZERO)) => {
+                    queue.taken += 1;
+                    return Some(queue.later.swap_remove(index).1);
+                }
+                Some((_, wait)) => {
+                    let waited = self.requested.wait_timeout(queue, wait);
+                    waited.unwrap_or_else(PoisonError::into_inner).0
+                }
+                None => self.requested.wait(queue).unwrap_or_else(PoisonError::into_inner),
+            };
         }
     }
 
@@ -498,7 +623,7 @@ impl Work<'_> {
         self.over.load(Ordering::SeqCst)
     }
 
-    fn queue(&self) -> MutexGuard<'_, VecDeque<Request>> {
+    fn queue(&self) -> MutexGuard<'_, Requests> {
         self.requests.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

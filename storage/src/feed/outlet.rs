@@ -1,4 +1,8 @@
 //! The one place where pages go out: each once, and those that are waited for before all others.
+//!
+//! Where QEMU bears it ([`Told::pass_zeros`]) zero pages go out only to who waits for them. QEMU empties all memory before
+//! anything comes, and at the end lets go of what it watched: what was never touched is zero by then, and takes no memory of
+//! the host.
 
 use std::io::{self, Write};
 use std::ops::Range;
@@ -10,6 +14,7 @@ use std::time::Duration;
 
 use super::blocks::{Blocks, Unit};
 use super::loaded::Loaded;
+use super::told::Told;
 use crate::Recording;
 use crate::migration::{PAGE_BYTES, Postcopy};
 
@@ -20,6 +25,7 @@ const STAND_BACK: Duration = Duration::from_micros(50);
 pub(super) struct Outlet<'a> {
     postcopy: Postcopy<'a>,
     blocks: &'a Blocks,
+    told: &'a Told,
     inner: Mutex<Inner>,
     /// Answers that stand at the lock.
     waiting: AtomicUsize,
@@ -29,21 +35,36 @@ struct Inner {
     stream: UnixStream,
     /// A bit for each page of each block.
     sent: Vec<Vec<u64>>,
-    /// Pages that were not sent.
+    /// Pages that are zero, and were not sent for that reason.
+    passed: Vec<Vec<u64>>,
+    /// Pages that were neither.
     left: usize,
+    /// Whether the end was sent. QEMU reads nothing behind it, and whoever still waits for a page is let go.
+    is_ended: bool,
     buffer: Vec<u8>,
 }
 
 impl<'a> Outlet<'a> {
-    pub(super) fn new(recording: &'a Recording, blocks: &'a Blocks, stream: UnixStream) -> Self {
-        let bits = |pages: usize| vec![0; pages.div_ceil(64)];
+    pub(super) fn new(
+        recording: &'a Recording,
+        blocks: &'a Blocks,
+        told: &'a Told,
+        stream: UnixStream,
+    ) -> Self {
+        let bits = || {
+            let blocks = blocks.blocks.iter();
+            blocks.map(|block| vec![0; block.pages.div_ceil(64)]).collect()
+        };
         Self {
             postcopy: Postcopy::of(recording),
             blocks,
+            told,
             inner: Mutex::new(Inner {
                 stream,
-                sent: blocks.blocks.iter().map(|block| bits(block.pages)).collect(),
+                sent: bits(),
+                passed: bits(),
                 left: blocks.pages(),
+                is_ended: false,
                 buffer: Vec::new(),
             }),
             waiting: AtomicUsize::new(0),
@@ -89,8 +110,8 @@ impl<'a> Outlet<'a> {
         self.lock().left
     }
 
-    /// Sends those of some pages of a unit that were not sent, and the end behind the very last; tells how many went.
-    /// Somebody waits for them if they are an answer.
+    /// Sends those of some pages of a unit that were not sent, and the end behind the very last; tells how many QEMU has more
+    /// by that. Somebody waits for them if they are an answer; else what is zero may be passed over.
     pub(super) fn send(
         &self,
         loaded: &Loaded,
@@ -111,7 +132,7 @@ impl<'a> Outlet<'a> {
                 thread::park_timeout(STAND_BACK);
             }
         };
-        inner.send(self, loaded, unit, pages)
+        inner.send(self, loaded, unit, pages, is_answer)
     }
 
     /// Sends the end if QEMU has all pages already.
@@ -120,6 +141,7 @@ impl<'a> Outlet<'a> {
         if inner.left > 0 {
             return Ok(());
         }
+        inner.is_ended = true;
         let mut end = Vec::new();
         self.postcopy.end(&mut end)?;
         inner.stream.write_all(&end)
@@ -144,47 +166,71 @@ impl Inner {
         loaded: &Loaded,
         unit: Unit,
         pages: Range<usize>,
+        is_answer: bool,
     ) -> io::Result<usize> {
-        let Self {
-            stream,
-            sent,
-            left,
-            buffer,
-        } = self;
-        let sent = &mut sent[unit.block];
-        let is_new = |page: &usize| sent[page / 64] >> (page % 64) & 1 == 0;
-        let new: Vec<usize> = pages.filter(is_new).collect();
-        if new.is_empty() {
+        if self.is_ended {
             return Ok(0);
         }
-        buffer.clear();
-        let records = new.iter().map(|page| loaded.page(unit, *page));
-        outlet.postcopy.pages(records, buffer)?;
-        if new.len() == *left {
-            outlet.postcopy.end(buffer)?;
+        let Unit { block, .. } = unit;
+        let together = outlet.blocks.blocks[block].together;
+        let passes = !is_answer && outlet.told.passes_zeros();
+        let mut new = Vec::new();
+        let mut counted = 0;
+        let mut first = pages.start;
+        while first < pages.end {
+            let end = pages.end.min(first + together);
+            let is_zero = passes && (first..end).all(|page| loaded.is_zero(unit, page));
+            for page in first..end {
+                if self.is_sent(block, page) {
+                    continue;
+                }
+                let was_passed = bit(&self.passed[block], page);
+                counted += usize::from(!was_passed);
+                if is_zero {
+                    set(&mut self.passed[block], page);
+                } else {
+                    // Marked first: a batch that did not go out whole must not go again on this connection.
+                    set(&mut self.sent[block], page);
+                    new.push(page);
+                }
+            }
+            first = end;
         }
-        // Marked first: a batch that did not go out whole must not go again on this connection.
-        for page in &new {
-            sent[page / 64] |= 1 << (page % 64);
+        self.left -= counted;
+        self.buffer.clear();
+        if !new.is_empty() {
+            let records = new.iter().map(|page| loaded.page(unit, *page));
+            outlet.postcopy.pages(records, &mut self.buffer)?;
         }
-        *left -= new.len();
-        stream.write_all(buffer)?;
-        Ok(new.len())
+        if self.left == 0 {
+            self.is_ended = true;
+            outlet.postcopy.end(&mut self.buffer)?;
+        }
+        self.stream.write_all(&self.buffer)?;
+        Ok(counted)
     }
 
     /// Whether the page was not marked before.
     fn mark(&mut self, block: usize, page: usize) -> bool {
         let is_new = !self.is_sent(block, page);
         if is_new {
-            self.sent[block][page / 64] |= 1 << (page % 64);
+            set(&mut self.sent[block], page);
             self.left -= 1;
         }
         is_new
     }
 
     fn is_sent(&self, block: usize, page: usize) -> bool {
-        self.sent[block][page / 64] >> (page % 64) & 1 == 1
+        bit(&self.sent[block], page)
     }
+}
+
+fn bit(bits: &[u64], index: usize) -> bool {
+    bits[index / 64] >> (index % 64) & 1 == 1
+}
+
+fn set(bits: &mut [u64], index: usize) {
+    bits[index / 64] |= 1 << (index % 64);
 }
 
 /// Pages as bytes.

@@ -1,5 +1,6 @@
 //! What is seen of a feed while it goes on.
 
+use std::ops::Range;
 use std::sync::Mutex;
 use std::sync::PoisonError;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -16,6 +17,7 @@ pub struct Told {
     times: AnswerTimes,
     loaded: AtomicBool,
     released: AtomicBool,
+    passes_zeros: AtomicBool,
     damage: Mutex<Vec<Damage>>,
 }
 
@@ -30,6 +32,8 @@ pub struct Damage {
     pub length: ByteCount,
     /// Why.
     pub why: String,
+    /// Whether it may come yet: storage did not give it, which is asked again.
+    pub may_come: bool,
 }
 
 /// How far a feed is.
@@ -47,6 +51,13 @@ pub struct Numbers {
     pub nearly_all_within: Option<Duration>,
 }
 
+impl Numbers {
+    /// What the guest has of its memory, from 0 to 1.
+    pub fn share(&self) -> f64 {
+        self.fed.0 as f64 / self.total.0.max(1) as f64
+    }
+}
+
 impl Told {
     pub(super) fn new(total: ByteCount) -> Self {
         Self {
@@ -55,6 +66,7 @@ impl Told {
             times: AnswerTimes::new(),
             loaded: AtomicBool::new(false),
             released: AtomicBool::new(false),
+            passes_zeros: AtomicBool::new(false),
             damage: Mutex::default(),
         }
     }
@@ -80,6 +92,14 @@ impl Told {
         self.released.store(true, Ordering::Release);
     }
 
+    /// Lets zero pages that nobody asked for not be fed at all, which takes no time and no memory.
+    ///
+    /// Only for a QEMU that lets go of its memory, once all has come, without its main loop: whoever waits for a zero page then
+    /// may keep the main loop waiting.
+    pub fn pass_zeros(&self) {
+        self.passes_zeros.store(true, Ordering::Release);
+    }
+
     /// The chunks that could not be had so far.
     pub fn damage(&self) -> Vec<Damage> {
         self.damages().clone()
@@ -87,6 +107,11 @@ impl Told {
 
     pub(super) fn is_released(&self) -> bool {
         self.released.load(Ordering::Acquire)
+    }
+
+    /// Whether zero pages that nobody asked for are not fed.
+    pub fn passes_zeros(&self) -> bool {
+        self.passes_zeros.load(Ordering::Acquire)
     }
 
     pub(super) fn loaded(&self) {
@@ -104,13 +129,26 @@ impl Told {
     /// Notes a chunk that could not be had; `false` if that is known.
     pub(super) fn damaged(&self, damage: Damage) -> bool {
         let mut damages = self.damages();
-        let is_known = damages
-            .iter()
-            .any(|known| (&known.block, known.offset) == (&damage.block, damage.offset));
-        if !is_known {
-            damages.push(damage);
+        let known = damages
+            .iter_mut()
+            .find(|known| (&known.block, known.offset) == (&damage.block, damage.offset));
+        match known {
+            Some(known) => {
+                let is_news = known.may_come != damage.may_come;
+                *known = damage;
+                is_news
+            }
+            None => {
+                damages.push(damage);
+                true
+            }
         }
-        !is_known
+    }
+
+    /// A chunk came that could not be had before.
+    pub(super) fn mended(&self, block: &str, offsets: Range<u64>) {
+        self.damages()
+            .retain(|known| known.block != block || !offsets.contains(&known.offset));
     }
 
     fn damages(&self) -> std::sync::MutexGuard<'_, Vec<Damage>> {

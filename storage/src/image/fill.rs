@@ -1,8 +1,8 @@
 //! Fills the RAM of a guest to be woken, before its QEMU is started.
 //!
 //! ```text
-//!  RAM on huge pages   a chunk that is stored as it is ── O_DIRECT ──► its place in RAM, and its checksum there
-//!  any other           a chunk ── O_DIRECT ──► a buffer, its checksum, unpacked ── write ──► RAM
+//!  new RAM on huge pages   a chunk that is stored as it is ── O_DIRECT ──► its place in RAM, and its checksum there
+//!  any other               a chunk ── O_DIRECT ──► a buffer, its checksum, unpacked ── write ──► RAM
 //! ```
 //!
 //! Zero chunks are left holes. In place nothing is copied, and nobody waits for the file's lock, which writes to one file
@@ -25,9 +25,10 @@ use crate::{MemoryFile, Run};
 
 impl Image {
     /// Fills the RAM of a guest to be woken: blocking, with as many threads as `run` says. Zero
-    /// chunks are left holes. Nobody else may have the memory yet.
+    /// chunks are left holes.
     ///
-    /// When this fails, what was filled so far stays, maybe with a chunk in it that is bad: it is to be thrown away.
+    /// When this fails, what was filled so far stays. RAM that others have ([`MemoryFile::mapped`]) gets a chunk only after
+    /// its checksum was found right; new RAM may be left with a bad one in it, and is to be thrown away.
     ///
     /// # Errors
     ///
@@ -50,7 +51,7 @@ impl Image {
                 found: into.length(),
             }));
         }
-        if into.is_on_huge_pages() {
+        if into.is_new_on_huge_pages() {
             self.fill_in_place(index, into, run)
         } else {
             self.fill_by_writes(index, into, run)
@@ -138,11 +139,12 @@ impl Image {
         into: &MemoryFile,
     ) -> Result<(), ImageError> {
         let (content, start) = self.read_chunk(block, chunk, unpacker)?;
-        let Some(bytes) = content else { return Ok(()) };
-        // Not into a mapping: where there is no room, a write fails and a touch kills.
-        into.file()
-            .write_all_at(bytes, start)
-            .map_err(|source| no_room(into, source))
+        let filled = match content {
+            // Not into a mapping: where there is no room, a write fails and a touch kills.
+            Some(bytes) => into.file().write_all_at(bytes, start),
+            None => into.clear(start, self.chunk(block, chunk).1.length.into()),
+        };
+        filled.map_err(|source| no_room(into, source))
     }
 }
 

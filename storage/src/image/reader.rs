@@ -6,6 +6,7 @@
 
 use std::fs::File;
 use std::io;
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -268,6 +269,23 @@ impl Image {
     /// Reads pages in any order.
     pub fn random(&self) -> RandomReader<'_> {
         RandomReader::of(self)
+    }
+
+    /// The open image with its lock: it is held as long as anybody has this, whatever becomes of us.
+    ///
+    /// # Errors
+    ///
+    /// [`ImageError::NotLocked`] if it was opened without its lock, [`ImageError::Io`] if the system refuses.
+    pub fn hold(&self) -> Result<OwnedFd, ImageError> {
+        if !self.locked {
+            return Err(ImageError::NotLocked {
+                path: self.path.clone(),
+            });
+        }
+        let file = self.file.try_clone();
+        Ok(file
+            .map_err(|source| ImageError::io("open", &self.path, source))?
+            .into())
     }
 
     /// What the wake that marked it noted.

@@ -173,7 +173,7 @@ impl Superblock {
     /// longer than its limit.
     pub(super) fn check(&self) -> Result<(), &'static str> {
         if !(AREA_ALIGNMENT..=64 << 20).contains(&self.chunk_bytes.into())
-            || !u64::from(self.chunk_bytes).is_multiple_of(AREA_ALIGNMENT)
+            || !self.chunk_bytes.is_power_of_two()
         {
             return Err("the chunk size is impossible");
         }

@@ -52,6 +52,38 @@ pub(crate) fn is_record_locked(device: &File) -> io::Result<bool> {
     Ok(libc::c_int::from(lock.l_type) != libc::F_UNLCK)
 }
 
+/// What a loop device lies on, as the kernel knows it: also where no name leads to it any more, or not from here.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LoopBacking {
+    /// The device number of the file system that the file is on.
+    pub device: u64,
+    /// The file's inode number there.
+    pub inode: u64,
+    /// The file's own device number if it is a device, else 0.
+    pub own_device: u64,
+}
+
+/// What the loop device lies on. An error for what is none.
+pub fn loop_backing(device: &File) -> io::Result<LoopBacking> {
+    // The first three of the 29 words are the numbers that are wanted.
+    let mut status = [0_u64; 29];
+    // SAFETY: LOOP_GET_STATUS64 writes a `loop_info64`, which is 232 bytes long and consists of whole words' alignment, to the
+    // address, which is that of a live array of this size.
+    let result = unsafe { libc::ioctl(device.as_raw_fd(), LOOP_GET_STATUS64, status.as_mut_ptr()) };
+    if result == -1 {
+        return Err(io::Error::last_os_error());
+    }
+    let [device, inode, own_device, ..] = status;
+    Ok(LoopBacking {
+        device,
+        inode,
+        own_device,
+    })
+}
+
+/// From `linux/loop.h`, which libc does not have.
+const LOOP_GET_STATUS64: libc::Ioctl = 0x4c05;
+
 /// `_IO(0x12, 94)`, which libc does not have.
 const BLKROGET: libc::Ioctl = 0x125e;
 

@@ -34,16 +34,22 @@ fn try_uring() -> io::Result<()> {
 }
 
 /// Why a program started by this process cannot have the faults of its own memory told to it, or `None` if it can: by
-/// the system call, which needs CAP_SYS_PTRACE or `vm.unprivileged_userfaultfd` for faults in the kernel, or by the
-/// device, which needs access to it.
-pub(crate) fn why_no_userfaultfd() -> Option<io::Error> {
+/// the system call, which needs CAP_SYS_PTRACE or `vm.unprivileged_userfaultfd` for faults in the kernel, or, where it
+/// `opens_device`, by the device, which needs access to it.
+pub(crate) fn why_no_userfaultfd(opens_device: bool) -> Option<io::Error> {
     let flags = libc::O_CLOEXEC | libc::O_NONBLOCK;
     // SAFETY: the call takes numbers only.
     let made = unsafe { libc::syscall(libc::SYS_userfaultfd, flags) };
     let Ok(made @ 0..) = i32::try_from(made) else {
         let error = io::Error::last_os_error();
-        let by_device = File::options().read(true).write(true).open("/dev/userfaultfd");
-        return by_device.is_err().then_some(error);
+        let by_device = || {
+            File::options()
+                .read(true)
+                .write(true)
+                .open("/dev/userfaultfd")
+                .is_ok()
+        };
+        return (!opens_device || !by_device()).then_some(error);
     };
     // SAFETY: the call has just made it, and nobody else knows of it.
     drop(unsafe { OwnedFd::from_raw_fd(made) });
@@ -147,16 +153,17 @@ mod tests {
 
     #[test]
     fn userfaultfd_is_found_out_by_trying() {
-        let refused = without(libc::SYS_userfaultfd, why_no_userfaultfd);
+        let refused = |opens_device| {
+            let error = without(libc::SYS_userfaultfd, move || why_no_userfaultfd(opens_device));
+            error.and_then(|error| error.raw_os_error())
+        };
+        assert_eq!(refused(false), Some(libc::EPERM));
         let has_device = File::options()
             .read(true)
             .write(true)
             .open("/dev/userfaultfd")
             .is_ok();
-        assert_eq!(
-            refused.and_then(|error| error.raw_os_error()),
-            (!has_device).then_some(libc::EPERM)
-        );
+        assert_eq!(refused(true), (!has_device).then_some(libc::EPERM));
     }
 
     #[test]

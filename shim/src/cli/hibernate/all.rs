@@ -144,12 +144,15 @@ fn note(outcomes: &mut Outcomes, report: &Report, name: String, outcome: Result<
 }
 
 fn describe(hibernated: &Hibernated) -> String {
+    let paused = hibernated
+        .pause_ms
+        .map(|pause_ms| format!(", paused {pause_ms:.0} ms"))
+        .unwrap_or_default();
     format!(
-        "hibernated to {}, {} stored as {}, paused {:.0} ms",
+        "hibernated to {}, {} stored as {}{paused}",
         hibernated.image.display(),
         ByteCount(hibernated.data_bytes),
         ByteCount(hibernated.stored_bytes),
-        hibernated.pause_ms
     )
 }
 

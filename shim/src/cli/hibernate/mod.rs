@@ -17,7 +17,7 @@ use uuid::Uuid;
 
 use super::recover::wakes;
 use super::report::{Progress, Report};
-use super::{HibernateArguments, HibernateMode, SaveArguments};
+use super::{HibernateArguments, HibernateMode, SaveArguments, TermArguments};
 use crate::api::client::Supervisor;
 use crate::api::types::{Ending, Hibernated, Key, NewOperation, Operation, OperationKind, Terms};
 use crate::error::{Code, Failure};
@@ -25,6 +25,7 @@ use crate::machine::hibernate::limits::Limits;
 use crate::machine::hibernate::machine::{Aim, CancelAnswer};
 use crate::machine::hibernate::runner::Cancel;
 use crate::machine::hibernate::{ImageWish, Request};
+use crate::machine::wake::feeding::FeedRecord;
 use crate::signals::Signals;
 use crate::supervisor::ending::{How, LastEnding};
 use crate::supervisor::operation::Prepared;
@@ -91,7 +92,7 @@ pub async fn hibernate(
 fn hibernated(ending: Ending) -> Result<Hibernated, Failure> {
     match ending {
         Ending::Hibernated(hibernated) => Ok(*hibernated),
-        Ending::Snapshot(_) | Ending::SuspendedToDisk(_) | Ending::VolumesMoved(_) => Err(something_else()),
+        _ => Err(something_else()),
     }
 }
 
@@ -153,9 +154,12 @@ pub(super) fn as_ms(time: Duration) -> u64 {
 
 /// On which terms it is asked for. Each operation gets its id here, so that it can be cancelled while it waits.
 pub(super) fn terms(arguments: &SaveArguments, usual: Priority) -> Terms {
-    let given = &arguments.terms;
+    terms_of(&arguments.terms, usual)
+}
+
+pub(super) fn terms_of(given: &TermArguments, usual: Priority) -> Terms {
     Terms {
-        id: Some(operation_id(arguments)),
+        id: Some(given.operation_id.unwrap_or_else(Uuid::new_v4)),
         priority: given.priority.unwrap_or(usual),
         patience_ms: given.lock_timeout.map(as_ms).unwrap_or_default(),
     }
@@ -213,19 +217,28 @@ async fn follow(
         operation = tokio::select! {
             news = supervisor.news(id, operation.version) => news.map_err(|failure| {
                 failure.while_doing(match operation.kind {
-                    OperationKind::MoveVolumes => "the volumes may have been switched, `dormouse recover` finds out",
+                    OperationKind::MoveVolumes => {
+                        "the volumes may have been switched: the guest's next operation ends that, or, where the supervisor \
+                         is gone, `dormouse recover`"
+                    }
+                    OperationKind::GrowVolume => "the disk may have grown, growing it again makes sure",
                     _ => "it may have ended well, look at the image or the guest's disk",
                 })
             })?,
             Ok(()) = signals.changed() => {
                 // An operation that has just ended takes no cancel, and its document tells how it ended.
-                if let Ok(CancelAnswer::TooLate) = supervisor.cancel(id).await {
+                let answer = tokio::select! {
+                    answer = supervisor.cancel(id) => answer,
+                    Ok(()) = signals.changed() => return Err(unheard(supervisor)),
+                };
+                if let Ok(CancelAnswer::TooLate) = answer {
                     report.remark(match operation.kind {
                         OperationKind::Hibernate | OperationKind::Snapshot => "too late to cancel: the image is being sealed",
                         OperationKind::SuspendToDisk => {
                             "too late to cancel: the guest was told to suspend itself to its disk"
                         }
                         OperationKind::MoveVolumes => "too late to cancel: the volumes are being switched",
+                        OperationKind::GrowVolume => "too late to cancel: the guest is being told",
                     });
                 }
                 continue;
@@ -255,11 +268,25 @@ async fn begin(
             Ok(()) = signals.changed() => {
                 is_wanted = false;
                 if let Some(id) = terms.id {
-                    let _ = supervisor.cancel(id).await;
+                    tokio::select! {
+                        _ = supervisor.cancel(id) => {}
+                        Ok(()) = signals.changed() => return Err(unheard(supervisor)),
+                    }
                 }
             }
         }
     }
+}
+
+/// Somebody asked twice for an end, and the supervisor did not answer once.
+fn unheard(supervisor: &Supervisor) -> Failure {
+    Failure::new(
+        Code::Unreachable,
+        format!(
+            "the supervisor of VM {} does not answer; the operation may go on, `dormouse status` tells when it can be asked again",
+            supervisor.name()
+        ),
+    )
 }
 
 /// A guest can outlive its supervisor; then it is reached in another way.
@@ -271,7 +298,13 @@ fn with_hint(failure: Failure, state: &StateDir, name: &str) -> Failure {
         .and_then(|record| record.living());
     match (failure.code, qemu) {
         (Code::Unreachable, Some(pid)) => {
-            let way = if state.is_interrupted(pid) {
+            let folder = socket.parent();
+            let is_fed = folder.is_some_and(|folder| !matches!(FeedRecord::read(folder), Ok(None)));
+            let way = if is_fed {
+                format!(
+                    "its memory was still coming from an image: `dormouse recover {name}` feeds it the rest first"
+                )
+            } else if state.is_interrupted(pid) {
                 format!("an operation of it was interrupted: `dormouse recover {name}` ends that first")
             } else {
                 format!("reach it with --qmp {}", socket.display())
@@ -299,7 +332,9 @@ async fn by_ourselves(
         return hibernated(settled?);
     }
     let (client, request) = attach(socket, target, &arguments.save, image, state).await?;
-    let name = (request.monitor == state.monitor_socket(&request.vm_name)).then(|| request.vm_name.clone());
+    let name = state
+        .is_monitor_of(&request.vm_name, &request.monitor)
+        .then(|| request.vm_name.clone());
     let prepared = Prepared::new(id, OperationKind::Hibernate);
     let (documents, cancel) = (prepared.watch(), prepared.cancel());
     let work = prepared.hibernate(client, request);
@@ -337,7 +372,11 @@ pub(super) async fn attach(
 ) -> Result<(Client, Request), Failure> {
     let monitor = absolute(socket)?;
     state.make()?;
-    let client = connect_in_time(socket, arguments.terms.lock_timeout.unwrap_or_default()).await?;
+    let mut limits = limits(arguments);
+    let begun = Instant::now();
+    let client = connect_in_time(socket, limits.lock).await?;
+    // What was waited for the monitor is not waited again for the image.
+    limits.lock = limits.lock.saturating_sub(begun.elapsed());
     wakes::check_over(client.peer_pid(), state)?;
     let (vm_name, record) = known_of(socket, client.peer_pid());
     // The command line that its process shows names the disks that it was started with.
@@ -358,7 +397,7 @@ pub(super) async fn attach(
         image,
         monitor,
         operations: state.operations(),
-        limits: limits(arguments),
+        limits,
         vm_name,
         command_line,
         shape: shape.flatten(),
@@ -367,7 +406,7 @@ pub(super) async fn attach(
 }
 
 /// A monitor serves one client at a time; another one that has it is waited for as long as was said.
-async fn connect_in_time(socket: &Path, patience: Duration) -> Result<Client, Failure> {
+pub(super) async fn connect_in_time(socket: &Path, patience: Duration) -> Result<Client, Failure> {
     let begun = Instant::now();
     loop {
         match Client::connect(socket, ConnectOptions::default()).await {
@@ -426,8 +465,6 @@ pub(super) fn known_of(socket: &Path, pid: Option<u32>) -> (String, Option<VmRec
 
 fn describe(hibernated: &Hibernated) -> String {
     let took = |phase: &str| hibernated.timings_ms.get(phase).copied().unwrap_or_default();
-    let memory_ms = took("SavingMemory");
-    let rate = hibernated.data_bytes as f64 / 1e6 / memory_ms.max(0.001);
     let passed_over = hibernated
         .choice
         .passed_over
@@ -439,17 +476,24 @@ fn describe(hibernated: &Hibernated) -> String {
     } else {
         String::new()
     };
+    let (data, zero) = (ByteCount(hibernated.data_bytes), ByteCount(hibernated.zero_bytes));
+    let times = match hibernated.pause_ms {
+        Some(pause_ms) => {
+            let memory_ms = took("SavingMemory");
+            format!(
+                "paused {pause_ms:.0} ms: device state {:.0} ms, RAM {memory_ms:.0} ms ({data}{compressed} at {:.2} GB/s, {zero} of zeros left out), seal {:.0} ms",
+                took("SavingDevices"),
+                hibernated.data_bytes as f64 / 1e6 / memory_ms.max(0.001),
+                took("Syncing") + took("Sealing"),
+            )
+        }
+        None => format!("by an earlier command: {data}{compressed}, {zero} of zeros left out"),
+    };
     format!(
-        "hibernated to {} ({}, engine: {}, {})\npaused {:.0} ms: device state {:.0} ms, RAM {:.0} ms ({}{compressed} at {rate:.2} GB/s, {} of zeros left out), seal {:.0} ms{passed_over}",
+        "hibernated to {} ({}, engine: {}, {})\n{times}{passed_over}",
         hibernated.image.display(),
         hibernated.storage.kind,
         hibernated.choice.engine.name(),
         hibernated.storage.backend,
-        hibernated.pause_ms,
-        took("SavingDevices"),
-        memory_ms,
-        ByteCount(hibernated.data_bytes),
-        ByteCount(hibernated.zero_bytes),
-        took("Syncing") + took("Sealing"),
     )
 }

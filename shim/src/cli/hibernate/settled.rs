@@ -4,7 +4,6 @@
 //! (written by who saw it), and the image itself, whose manifest names the operation that made it. The image goes where
 //! the state directory does not, so that a command can be repeated after the host's restart.
 
-use std::collections::BTreeMap;
 use std::fs;
 use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
@@ -39,29 +38,31 @@ pub fn settled(
             _ => false,
         };
         match ending.result {
-            _ if !is_same => {
-                let why =
-                    format!("operation {id} ended with other parameters; another request takes another id");
-                return Some(Err(Failure::new(Code::Refused, why)));
-            }
+            _ if !is_same => return Some(Err(other_parameters(id))),
             Some(result) => return Some(Ok(result)),
             // The image tells.
             None => {}
         }
     }
     match wish {
-        NewOperation::Hibernate { to, .. } => {
-            in_an_image(to, id, |hibernated| Ending::Hibernated(Box::new(hibernated)))
-        }
-        NewOperation::Snapshot(snapshot) => in_an_image(&snapshot.to, id, |made| {
+        NewOperation::Hibernate { to, .. } => in_an_image(to, id, false, |hibernated| {
+            Ending::Hibernated(Box::new(hibernated))
+        }),
+        NewOperation::Snapshot(snapshot) => in_an_image(&snapshot.to, id, true, |made| {
             Ending::Snapshot(Box::new(as_snapshot(made)))
         }),
-        NewOperation::SuspendToDisk { .. } | NewOperation::MoveVolumes { .. } => None,
+        _ => None,
     }
 }
 
 fn in_the_journal(state: &StateDir, id: Uuid) -> Option<Failure> {
-    let found = journal::find(&state.operations()).unwrap_or_default();
+    let found = match journal::find(&state.operations()) {
+        Ok(found) => found,
+        Err(error) => {
+            let why = format!("cannot read the records of operations: {error}");
+            return Some(Failure::new(Code::StorageIo, why));
+        }
+    };
     found.iter().find_map(|found| match found {
         Found::Interrupted(journal) if journal.record().operation == id => Some(Failure::new(
             Code::Refused,
@@ -75,14 +76,23 @@ fn in_the_journal(state: &StateDir, id: Uuid) -> Option<Failure> {
     })
 }
 
+fn other_parameters(id: Uuid) -> Failure {
+    let why = format!("operation {id} ended with other parameters; another request takes another id");
+    Failure::new(Code::Refused, why)
+}
+
 fn in_an_image(
     path: &Path,
     id: Uuid,
+    is_snapshot: bool,
     ending: impl FnOnce(Hibernated) -> Ending,
 ) -> Option<Result<Ending, Failure>> {
     let image = Image::open(path).ok()?;
     if image.manifest().operation != Some(id) {
         return None;
+    }
+    if image.manifest().guest.went_on != is_snapshot {
+        return Some(Err(other_parameters(id)));
     }
     Some(match image.state() {
         ImageState::Sealed => told(&image).map(ending),
@@ -110,7 +120,7 @@ fn as_snapshot(made: Hibernated) -> Snapshot {
         zero_bytes: made.zero_bytes,
         pause_ms: made.pause_ms,
         live: None,
-        sealed_after_ms: made.timings_ms.values().sum(),
+        sealed_after_ms: None,
         timings_ms: made.timings_ms,
     }
 }
@@ -124,13 +134,6 @@ fn told(image: &Image) -> Result<Hibernated, Failure> {
     } else {
         VolumeKind::File
     };
-    let standing = |phase: &str| !matches!(phase, "Preflight" | "Reserving");
-    let timings_ms: BTreeMap<String, f64> = manifest.timings_ms.clone();
-    let pause_ms = timings_ms
-        .iter()
-        .filter(|(phase, _)| standing(phase))
-        .map(|(_, took)| took)
-        .sum();
     Ok(Hibernated {
         result: HibernatedTag::Hibernated,
         image: image.path().to_owned(),
@@ -147,7 +150,8 @@ fn told(image: &Image) -> Result<Hibernated, Failure> {
         data_bytes: usage.data.0,
         stored_bytes: usage.stored.0,
         zero_bytes: usage.zero.0,
-        pause_ms,
-        timings_ms,
+        // The manifest was written before the end of it.
+        pause_ms: None,
+        timings_ms: manifest.timings_ms.clone(),
     })
 }

@@ -56,7 +56,7 @@ pub async fn suspend_to_disk(
             .await?
             {
                 Ending::SuspendedToDisk(suspended) => suspended,
-                Ending::Hibernated(_) | Ending::Snapshot(_) | Ending::VolumesMoved(_) => {
+                _ => {
                     return Err(something_else());
                 }
             }

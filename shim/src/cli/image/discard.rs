@@ -12,6 +12,7 @@ use serde_json::json;
 use super::age::{age_of, told};
 use crate::cli::report::Report;
 use crate::error::{Code, Failure, sentence};
+use crate::machine::hibernate::plan::check_not_mapped;
 
 /// A removal.
 #[derive(Debug, Args)]
@@ -30,6 +31,7 @@ pub struct DiscardArguments {
 pub fn discard(arguments: DiscardArguments, report: &Report) -> Result<ExitCode, Failure> {
     let DiscardArguments { path, yes, force } = arguments;
     let found = Found::at(&path)?;
+    check_not_mapped(&path)?;
     let lost = found.lost();
     if found.needs_force() && !force {
         return Err(Failure::new(

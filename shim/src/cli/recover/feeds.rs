@@ -1,23 +1,30 @@
 //! The part of `dormouse recover` for guests that were being fed from their images.
 
+use std::convert::Infallible;
 use std::fs;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use dormouse_storage::{ByteCount, ImageKey};
 use serde_json::json;
+use tokio::sync::oneshot;
 
 use super::Wanted;
-use crate::cli::report::Report;
+use crate::cli::report::{Progress, Report};
 use crate::error::{Code, Failure};
 use crate::machine::recover::feed::{FeedOutcome, go_on};
-use crate::machine::wake::feeding::FeedRecord;
+use crate::machine::wake::feeding::{FeedRecord, View};
 use crate::supervisor::state_dir::StateDir;
+
+/// How often progress is told.
+const PROGRESS_INTERVAL: Duration = Duration::from_millis(200);
 
 /// A VM that is or was being fed.
 pub(super) struct Fed {
     name: String,
     directory: PathBuf,
-    record: FeedRecord,
+    /// It may be unreadable.
+    record: Result<FeedRecord, Failure>,
 }
 
 /// The VMs that are meant.
@@ -26,7 +33,7 @@ pub(super) fn look(state: &StateDir, wanted: &Wanted) -> Vec<Fed> {
     let mut found: Vec<Fed> = folders
         .filter_map(|folder| {
             let directory = folder.path();
-            let record = FeedRecord::read(&directory)?;
+            let record = FeedRecord::read(&directory).transpose()?;
             let name = folder.file_name().into_string().ok()?;
             Some(Fed {
                 name,
@@ -34,7 +41,11 @@ pub(super) fn look(state: &StateDir, wanted: &Wanted) -> Vec<Fed> {
                 record,
             })
         })
-        .filter(|fed| wanted.takes_vm(&fed.name, &fed.record.monitor))
+        .filter(|fed| match &fed.record {
+            Ok(record) => wanted.takes_vm(&fed.name, &record.monitor),
+            // It may be of any monitor.
+            Err(_) => !matches!(wanted, Wanted::Vm(name) if *name != fed.name),
+        })
         .collect();
     found.sort_by(|one, other| one.name.cmp(&other.name));
     found
@@ -48,29 +59,33 @@ pub(super) async fn recover(
     report: &Report,
 ) -> Option<Code> {
     let mut worst = None;
-    for Fed {
-        name,
-        directory,
-        record,
-    } in found
-    {
-        match go_on(&record, &directory, key.clone(), rate_limit).await {
-            Ok(outcome) => tell(&name, &record, &outcome, report),
-            // Its supervisor lives, and feeds it. Only who asks for it by name is told.
-            Err(failure) if failure.code == Code::Refused && matches!(wanted, Wanted::All) => {}
-            Err(failure) => {
-                let failure: Failure =
-                    failure.while_doing(&format!("{name}: its memory still comes from its image"));
-                report.failure(&failure);
-                worst = worst.max(Some(failure.code));
-            }
+    for fed in found {
+        if let Err(failure) = one(&fed, wanted, (key.clone(), rate_limit), report).await {
+            let doing = format!("{}: its memory still comes from its image", fed.name);
+            let failure: Failure = failure.while_doing(&doing);
+            report.failure(&failure);
+            worst = worst.max(Some(failure.code));
         }
     }
     worst
 }
 
-fn tell(name: &str, record: &FeedRecord, outcome: &FeedOutcome, report: &Report) {
+async fn one(
+    fed: &Fed,
+    wanted: &Wanted,
+    (key, rate_limit): (Option<ImageKey>, Option<ByteCount>),
+    report: &Report,
+) -> Result<(), Failure> {
+    let name = &fed.name;
+    let record = fed.record.as_ref().map_err(Failure::clone)?;
     let image = record.image.display();
+    let (begun, view) = oneshot::channel();
+    // Whoever looks is there as long as this is awaited.
+    let begun = |view| drop(begun.send(view));
+    let outcome = tokio::select! {
+        outcome = go_on(record, &fed.directory, key, rate_limit, begun) => outcome?,
+        never = follow(view, report) => match never {},
+    };
     let (bytes, text) = match outcome {
         FeedOutcome::Complete(fed) => (
             fed.numbers.fed.0,
@@ -79,9 +94,36 @@ fn tell(name: &str, record: &FeedRecord, outcome: &FeedOutcome, report: &Report)
             ),
         ),
         FeedOutcome::WasComplete => (0, format!("{name}: the guest had all of its memory from {image}")),
+        // Nothing is wrong with it, so only who asks for it by name is told.
+        FeedOutcome::UnderWay(_) if matches!(wanted, Wanted::All) => return Ok(()),
+        FeedOutcome::UnderWay(failure) => return Err(failure),
     };
     report.result(
         &json!({"result": "fed", "name": name, "image": record.image, "image_id": record.image_id, "fed_bytes": bytes}),
         &text,
     );
+    Ok(())
+}
+
+/// Tells how far it is, until nobody waits any more.
+async fn follow(view: oneshot::Receiver<View>, report: &Report) -> Infallible {
+    let progress = Cleared(report.progress());
+    if let Ok(view) = view.await {
+        let mut look = tokio::time::interval(PROGRESS_INTERVAL);
+        loop {
+            look.tick().await;
+            let (_, numbers, _) = view.state();
+            progress.0.tell_work("Feeding", numbers.fed.0, numbers.total.0);
+        }
+    }
+    std::future::pending().await
+}
+
+/// Progress that goes off the terminal with whoever told it.
+struct Cleared(Progress);
+
+impl Drop for Cleared {
+    fn drop(&mut self) {
+        self.0.finish();
+    }
 }

@@ -1,6 +1,11 @@
 //! The part of `dormouse recover` for moves of volumes.
 
-use super::Wanted;
+use std::fs;
+use std::path::Path;
+
+use serde_json::Value;
+
+use super::{SECOND_LOOK, Wanted, is_under_way};
 use crate::cli::report::Report;
 use crate::error::{Code, Failure};
 use crate::journal::{self, Found};
@@ -40,9 +45,19 @@ pub async fn recover(moves: Vec<Found<Record>>, wanted: &Wanted, report: &Report
                 match recover_one(*journal).await {
                     Ok(recovered) => {
                         report.result(&recovered, &describe(&recovered));
-                        let code = (recovered.outcome == MoveOutcome::SomeMoved).then_some(Code::Operator);
-                        worst = worst.max(code);
+                        if matches!(
+                            recovered.outcome,
+                            MoveOutcome::SomeMoved | MoveOutcome::DisksChanged
+                        ) {
+                            worst = worst.max(Some(Code::Operator));
+                        }
                         continue;
+                    }
+                    // Its supervisor has the monitor.
+                    Err(failure) if failure.code == Code::Unreachable => {
+                        let hint =
+                            "if its supervisor lives, the guest's next operation there ends this first";
+                        failure.while_doing(&format!("{title} ({hint})"))
                     }
                     Err(failure) => failure.while_doing(&title),
                 }
@@ -52,13 +67,7 @@ pub async fn recover(moves: Vec<Found<Record>>, wanted: &Wanted, report: &Report
             Found::UnderWay(record) => {
                 Failure::new(Code::Refused, format!("{}: it is under way", title(&record)))
             }
-            Found::Unreadable { path, why } => Failure::new(
-                Code::Operator,
-                format!(
-                    "the record {} cannot be read: {why}; look which volumes its guest is on, and remove the record",
-                    path.display()
-                ),
-            ),
+            Found::Unreadable { path, why } => unreadable(&path, &why),
         };
         report.failure(&failure);
         worst = worst.max(Some(failure.code));
@@ -66,22 +75,67 @@ pub async fn recover(moves: Vec<Found<Record>>, wanted: &Wanted, report: &Report
     worst
 }
 
-/// Before a VM of this name starts: a move whose QEMU is gone is ended.
-pub async fn sweep(name: &str, state: &StateDir) {
-    for found in journal::find_all::<Record>(&state.moves()).unwrap_or_default() {
-        let Found::Interrupted(journal) = found else {
-            continue;
-        };
-        let record = journal.record();
-        if record.vm_name != *name || record.qemu.is_alive() {
-            continue;
-        }
-        let title = title(record);
-        match recover_one(*journal).await {
-            Ok(recovered) => tracing::info!(outcome = ?recovered.outcome, "{title}: recovered"),
-            Err(failure) => tracing::warn!(%failure, "{title}: `dormouse recover` says what is to be done"),
+/// Before a VM of this name starts: a move whose QEMU is gone is ended. Where nobody can say which volumes are the guest's,
+/// it is not started on any.
+pub async fn sweep(name: &str, state: &StateDir) -> Result<(), Failure> {
+    let meant = Wanted::Vm(name.to_owned());
+    let mut found = look(state, &meant)?;
+    if found.iter().any(is_under_way) {
+        drop(found);
+        tokio::time::sleep(SECOND_LOOK).await;
+        found = look(state, &meant)?;
+    }
+    for found in found {
+        match found {
+            Found::Interrupted(journal) if journal.record().qemu.is_alive() => {
+                let record = journal.record();
+                return Err(Failure::new(
+                    Code::Refused,
+                    format!(
+                        "the {} was interrupted, and QEMU's process {} is still there: `dormouse recover` ends that first",
+                        title(record),
+                        record.qemu.pid
+                    ),
+                ));
+            }
+            Found::Interrupted(journal) => {
+                let title = title(journal.record());
+                let recovered = recover_one(*journal)
+                    .await
+                    .map_err(|failure| failure.while_doing(&title))?;
+                tracing::info!(outcome = ?recovered.outcome, "{title}: recovered");
+                for remark in recovered.remarks {
+                    tracing::warn!("{title}: {remark}");
+                }
+            }
+            Found::UnderWay(record) => {
+                return Err(Failure::new(
+                    Code::Refused,
+                    format!("{}: it is under way", title(&record)),
+                ));
+            }
+            Found::Unreadable { path, why } if may_be_of(&path, name) => return Err(unreadable(&path, &why)),
+            Found::Unreadable { .. } => {}
         }
     }
+    Ok(())
+}
+
+/// Whether a record that cannot be read may be of this VM: it is of none that it does not name.
+fn may_be_of(path: &Path, name: &str) -> bool {
+    let text = fs::read(path).unwrap_or_default();
+    let value: Value = serde_json::from_slice(&text).unwrap_or_default();
+    value["vm_name"].as_str().is_none_or(|named| named == name)
+}
+
+fn unreadable(path: &Path, why: &str) -> Failure {
+    Failure::new(
+        Code::Operator,
+        format!(
+            "the record {} cannot be read: {why}; look which volumes its guest is on, and remove the record",
+            path.display()
+        ),
+    )
 }
 
 fn title(record: &Record) -> String {
@@ -89,17 +143,10 @@ fn title(record: &Record) -> String {
 }
 
 fn describe(recovered: &RecoveredMove) -> String {
-    let what = match recovered.outcome {
-        MoveOutcome::VolumesMoved => "the guest is on its new volumes",
-        MoveOutcome::VolumesAsBefore => "the guest is on its old volumes, as before",
-        MoveOutcome::SomeMoved => "only some volumes could be switched; move the others, or these back",
-        MoveOutcome::QemuGoneBefore => "QEMU has ended; the old volumes are the guest's",
-        MoveOutcome::QemuGoneAfter => "QEMU has ended; the new volumes are the guest's",
-    };
     let remarks: String = recovered
         .remarks
         .iter()
         .map(|remark| format!("\n{remark}"))
         .collect();
-    format!("{}: {what}{remarks}", recovered.name)
+    format!("{}: {}{remarks}", recovered.name, recovered.outcome.text())
 }

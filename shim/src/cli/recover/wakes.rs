@@ -2,7 +2,7 @@
 
 use uuid::Uuid;
 
-use super::Wanted;
+use super::{Wanted, records, unreadable};
 use crate::cli::report::Report;
 use crate::error::{Code, Failure, GuestState};
 use crate::journal::{self, Found};
@@ -104,12 +104,14 @@ pub fn check_over(pid: Option<u32>, state: &StateDir) -> Result<(), Failure> {
 }
 
 fn refuse_if(state: &StateDir, is_meant: impl Fn(&Record) -> bool) -> Result<(), Failure> {
-    for found in journal::find_all::<Record>(&state.wakes()).unwrap_or_default() {
-        if let Found::Interrupted(journal) = found
-            && is_meant(journal.record())
-            && journal.record().qemu.is_alive()
-        {
-            let record = journal.record();
+    for found in records::<Record>(&state.wakes())? {
+        let journal = match found {
+            Found::Interrupted(journal) => journal,
+            Found::UnderWay(_) => continue,
+            Found::Unreadable { path, why } => return Err(unreadable(&path, &why)),
+        };
+        let record = journal.record();
+        if is_meant(record) && record.qemu.is_alive() {
             return Err(Failure::new(
                 Code::Refused,
                 format!(
@@ -126,7 +128,7 @@ fn refuse_if(state: &StateDir, is_meant: impl Fn(&Record) -> bool) -> Result<(),
 /// The folder of a VM whose supervisor was killed goes with its QEMU.
 async fn free_name(state: &StateDir, record: &Record) {
     let folder = state.path().join(&record.vm_name);
-    if record.monitor == state.monitor_socket(&record.vm_name) && folder.exists() {
+    if state.is_monitor_of(&record.vm_name, &record.monitor) && folder.exists() {
         // Taken and dropped. Somebody else may take it as well.
         let _ = state.claim(&record.vm_name, None).await;
     }

@@ -128,6 +128,8 @@ impl Follower {
                 Heard::Event(event) if event.name == "STOP" => self.stopped().await,
                 Heard::Event(event) if event.name == "RESUME" => {
                     self.paused_by_another = false;
+                    // Somebody ran it after our pause: the limits hold again.
+                    self.paused_at = None;
                     Ok(())
                 }
                 Heard::Event(_) | Heard::Lagged(_) => Ok(()),
@@ -176,6 +178,14 @@ impl Follower {
         };
         let remaining = migration.ram.as_ref().and_then(|ram| ram.remaining_bytes);
         progress.expect(progress.done() + ByteCount(remaining.unwrap_or_default()));
+        if self.paused_at.is_none() {
+            // An event can be missed.
+            match monitor::run_state(&self.client).await? {
+                RunState::Paused => self.paused_by_another = true,
+                RunState::Running => self.paused_by_another = false,
+                _ => {}
+            }
+        }
         // A pass is counted when it begins.
         let is_beyond = passes(&migration) > self.limits.max_passes;
         if is_beyond && self.paused_at.is_none() && !migration.is_terminal() {

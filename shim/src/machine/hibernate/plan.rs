@@ -14,6 +14,7 @@ use super::machine::Aim;
 use super::{Request, live, stream};
 use crate::error::{Code, Failure, GuestState, sentence};
 use crate::vm::command_line::CommandLine;
+use crate::vm::disk_size;
 use crate::vm::engine::{self, Choice, Facts, Wish};
 use crate::vm::memory::{DEVICE_STATE_BOUND, Memory};
 use crate::vm::{binary, blockers, cpu_model, disks, hardware, monitor, mount, process};
@@ -81,6 +82,7 @@ async fn examine(client: &Client, request: &Request, running: bool) -> Result<Pl
 
     let mut blockers = blockers::all(client, request.shape.as_ref(), &line, &directory).await?;
     let disks = disks::present(client, &directory).await?;
+    let command_line = disk_size::as_now(&command_line, &directory, &disks);
     if let Some(disk) = disks.iter().find(|disk| disks::is_target(disk, &request.target)) {
         blockers.push(format!(
             "{} is the guest's own {}",
@@ -152,6 +154,7 @@ async fn examine(client: &Client, request: &Request, running: bool) -> Result<Pl
             ),
         ));
     }
+    check_not_mapped(&request.target)?;
     let layout =
         Layout::plan(&memory.blocks).map_err(|error| Failure::new(Code::Refused, sentence(&error)))?;
     let machine = machine_property(client, "type").await?.unwrap_or_default();
@@ -251,6 +254,23 @@ fn check_target(target: &Path, replace: bool) -> Result<(), Failure> {
             format!("{} exists", target.display()),
         )),
         _ => Ok(()),
+    }
+}
+
+/// Refuses a device that the memory of a guest lies on, whichever that is: writing to it changes that guest's memory.
+pub fn check_not_mapped(target: &Path) -> Result<(), Failure> {
+    match is_block_device(target)
+        .then(|| process::who_maps(target))
+        .flatten()
+    {
+        None => Ok(()),
+        Some(pid) => Err(Failure::new(
+            Code::Refused,
+            format!(
+                "process {pid} has {} mapped: a guest was woken from it, and its memory is there as long as it runs",
+                target.display()
+            ),
+        )),
     }
 }
 

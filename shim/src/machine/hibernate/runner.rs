@@ -779,7 +779,7 @@ impl Work {
             working_directory: Some(plan.directory.clone()),
             disks: self.disks.clone(),
             guest: Guest {
-                state_when_saved: if was_running {
+                state_when_saved: if was_running && !self.paused_by_another {
                     SavedState::Running
                 } else {
                     SavedState::Paused

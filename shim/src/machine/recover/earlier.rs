@@ -2,18 +2,20 @@
 //!
 //! A hibernation can end with its process alive and something left: QEMU did not end a migration that it was told to cancel,
 //! so that its settings could not be put back, or storage let neither a seal nor its removal through. Its supervisor holds the
-//! monitor, so nobody else could recover that. A guest that stands still since it was saved is not touched here: whether it or
-//! its image is the guest, `dormouse recover` finds out.
+//! monitor, so nobody else could recover that. The guest was given back since, and whether it runs is its owner's: that is left
+//! as it is. A guest that stands still since it was saved is not touched here: whether it or its image is the guest,
+//! `dormouse recover` finds out.
 //!
 //! Where it cannot be done the record stays, and the next hibernation goes on: a volume that is broken keeps no guest from
 //! being saved to another.
 
 use std::path::Path;
 
-use dormouse_qmp::Client;
 use dormouse_qmp::view::machine::RunState;
+use dormouse_qmp::view::migration::{MigrationInfo, MigrationStatus};
+use dormouse_qmp::{Client, command};
 
-use super::runner::recover_with;
+use super::runner::{Owner, recover_with};
 use crate::error::{Code, Failure};
 use crate::journal::{self, Found};
 use crate::machine::effect::blocking;
@@ -50,9 +52,14 @@ async fn try_to_finish(client: &Client, operations: &Path) -> Result<(), Failure
     if interrupted.is_empty() || monitor::run_state(client).await? == RunState::Postmigrate {
         return Ok(());
     }
+    // Another's, which keeps the guest from being saved as well.
+    let migration: MigrationInfo = client.query(&command::query_migrate {}).await?;
+    if migration.is_in_progress() && migration.status != Some(MigrationStatus::Cancelling) {
+        return Ok(());
+    }
     for journal in interrupted {
         let operation = journal.record().operation;
-        let recovered = recover_with(*journal, Some(client.clone()))
+        let recovered = recover_with(*journal, Some(client.clone()), Owner::HasTheGuest)
             .await
             .map_err(|failure| failure.while_doing(&format!("hibernation {operation} is not over")))?;
         tracing::info!(%operation, outcome = ?recovered.outcome, "an earlier hibernation is over");

@@ -11,6 +11,7 @@
 //! - Where guest and image might both be the guest, nothing is touched, and a person is told which is which.
 
 pub mod earlier;
+pub mod earlier_moves;
 pub mod feed;
 pub mod runner;
 pub mod verdict;

@@ -21,6 +21,15 @@ use crate::vm::process::ProcessEnd;
 /// How long a QEMU that does not answer may take to end. An end that comes later is for another recovery.
 const ENDING_LIMIT: Duration = Duration::from_secs(3);
 
+/// Whether the guest was given back to its owner already.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Owner {
+    /// It waits for that.
+    Waits,
+    /// It was: the process that saved it went on, and its owner may have done anything with it since.
+    HasTheGuest,
+}
+
 /// Brings an interrupted hibernation to its end. Its record goes when that is reached, and stays on every failure.
 pub async fn recover(journal: Journal) -> Result<Recovered, Failure> {
     let client = match connect(journal.record()).await {
@@ -28,13 +37,17 @@ pub async fn recover(journal: Journal) -> Result<Recovered, Failure> {
         Err(_) if is_back(journal.record()) => None,
         connected => connected?,
     };
-    recover_with(journal, client).await
+    recover_with(journal, client, Owner::Waits).await
 }
 
 /// The same with the monitor of that very QEMU; `None` if it is gone.
-pub(super) async fn recover_with(journal: Journal, client: Option<Client>) -> Result<Recovered, Failure> {
+pub(super) async fn recover_with(
+    journal: Journal,
+    client: Option<Client>,
+    owner: Owner,
+) -> Result<Recovered, Failure> {
     let record = journal.record().clone();
-    let (outcome, guest) = bring_to_an_end(&record, client).await?;
+    let (outcome, guest) = bring_to_an_end(&record, client, owner).await?;
     blocking(move || {
         journal.end().map_err(|error| {
             Failure::new(
@@ -61,7 +74,11 @@ fn is_back(record: &Record) -> bool {
     record.aim.is_snapshot() && record.point != Point::Saving
 }
 
-async fn bring_to_an_end(record: &Record, client: Option<Client>) -> Result<(Outcome, GuestState), Failure> {
+async fn bring_to_an_end(
+    record: &Record,
+    client: Option<Client>,
+    owner: Owner,
+) -> Result<(Outcome, GuestState), Failure> {
     let image = Interrupted::new(&record.target, record.image_id);
     let is_back = is_back(record);
     let state = match &client {
@@ -116,9 +133,15 @@ async fn bring_to_an_end(record: &Record, client: Option<Client>) -> Result<(Out
             };
             Ok((outcome, guest))
         }
-        (Verdict::GiveBack { how, discard }, Some(client)) => give_back(record, image, &client, how, discard)
-            .await
-            .map_err(|failure| failure.with_guest(guest)),
+        (Verdict::GiveBack { how, discard }, Some(client)) => {
+            let how = match owner {
+                Owner::Waits => how,
+                Owner::HasTheGuest => GiveBack::AsItIs,
+            };
+            give_back(record, image, &client, how, discard)
+                .await
+                .map_err(|failure| failure.with_guest(guest))
+        }
         (Verdict::Ask(doubt), _) => Err(ask(doubt, record).with_guest(guest)),
         // Nothing can be ended or given back without a QEMU.
         (Verdict::Sweep | Verdict::EndQemu | Verdict::GiveBack { .. }, _) => {

@@ -1,30 +1,30 @@
-//! Recovery of moves of volumes: all volumes of the set are the new ones, or all are the old ones.
+//! Recovery of moves of volumes: each disk is brought to the end that it is at, which is the same for all but rarely.
 //!
 //! | record | the live graph | what is done |
 //! | --- | --- | --- |
-//! | moving | | jobs ended, targets let go |
-//! | intending | no disk on its target | the same |
-//! | intending | some on their targets | the jobs that stand still are finalized; then as below |
-//! | intending, committed | all on their targets | recorded, old volumes let go |
-//! | intending | still only some | each is recorded and tidied up as it is, and a person is told which are where |
-//! | moving | QEMU is gone | what was made is removed |
+//! | moving, intending | all disks on their old volumes | jobs ended, targets let go, what was made removed |
+//! | intending | some on their targets, some on their old volumes | the jobs that stand still are finalized; then looked anew |
+//! | any | all on their targets | recorded, old volumes let go |
+//! | any | anything else | each is recorded and tidied up as it is, what was made stays, and a person is told which are where |
+//! | moving | QEMU is gone | what was made is named, and left: somebody may use it by now |
 //! | intending | QEMU is gone | a person is told: it took the graph with it, and either volume may be the later one |
 //! | committed | QEMU is gone | nothing; the new volumes are the guest's |
 
-use std::path::Path;
-
-use dormouse_qmp::{Client, ConnectOptions};
+use dormouse_qmp::view::machine::RunState;
+use dormouse_qmp::{Client, ConnectOptions, command};
 use serde::Serialize;
 use uuid::Uuid;
 
 use crate::error::{Code, Failure};
 use crate::journal::Journal;
 use crate::machine::effect::blocking;
-use crate::machine::volume::plan::{Volume, is_switched};
+use crate::machine::volume::plan::Volume;
 use crate::machine::volume::record::{Point, Record};
-use crate::machine::volume::runner::{go_on, release, remove_made, roll_back};
-use crate::machine::volume::{mirror, recorded};
+use crate::machine::volume::runner::{close_targets, go_on, release, roll_back};
+use crate::machine::volume::standing::Standing;
+use crate::machine::volume::{made, mirror, recorded};
 use crate::vm::graph::Graph;
+use crate::vm::monitor;
 
 /// How an interrupted move ended.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -49,17 +49,52 @@ pub enum MoveOutcome {
     VolumesAsBefore,
     /// Some disks are on their new volumes and some on their old ones, each of them whole; which ones the remarks tell.
     SomeMoved,
+    /// Some disks are on neither, by somebody else's doing; which ones the remarks tell.
+    DisksChanged,
     /// QEMU has ended; the old volumes are the guest's.
     QemuGoneBefore,
     /// QEMU has ended; the new volumes are the guest's.
     QemuGoneAfter,
 }
 
+impl MoveOutcome {
+    /// What that means, for a person.
+    pub fn text(self) -> &'static str {
+        match self {
+            Self::VolumesMoved => "the guest is on its new volumes",
+            Self::VolumesAsBefore => "the guest is on its old volumes, as before",
+            Self::SomeMoved => "only some volumes could be switched; move the others, or these back",
+            Self::DisksChanged => {
+                "somebody has changed the disks since; look what they are on, nothing that was made for the move is removed"
+            }
+            Self::QemuGoneBefore => "QEMU has ended; the old volumes are the guest's",
+            Self::QemuGoneAfter => "QEMU has ended; the new volumes are the guest's",
+        }
+    }
+}
+
 /// Brings an interrupted move to its end. Its record goes when that is reached, and stays on every failure.
 pub async fn recover(journal: Journal<Record>) -> Result<RecoveredMove, Failure> {
-    let record = journal.record().clone();
+    recover_with(journal, None).await
+}
+
+/// The same over a monitor that is held already.
+pub async fn recover_with(
+    mut journal: Journal<Record>,
+    client: Option<Client>,
+) -> Result<RecoveredMove, Failure> {
     let mut remarks = Vec::new();
-    let outcome = bring_to_an_end(&record, &mut remarks).await?;
+    let outcome = if journal.record().qemu.is_alive() {
+        let client = match client {
+            Some(client) => client,
+            None => connect(journal.record()).await?,
+        };
+        journal = switch_the_rest(&client, journal).await?;
+        bring_to_an_end(&client, journal.record(), &mut remarks).await?
+    } else {
+        after_qemu(journal.record(), &mut remarks)?
+    };
+    let record = journal.record().clone();
     blocking(move || {
         journal.end().map_err(|error| {
             Failure::new(
@@ -77,10 +112,7 @@ pub async fn recover(journal: Journal<Record>) -> Result<RecoveredMove, Failure>
     })
 }
 
-async fn bring_to_an_end(record: &Record, remarks: &mut Vec<String>) -> Result<MoveOutcome, Failure> {
-    if !record.qemu.is_alive() {
-        return after_qemu(record).await;
-    }
+async fn connect(record: &Record) -> Result<Client, Failure> {
     let client = Client::connect(&record.monitor, ConnectOptions::default()).await?;
     if client.peer_pid() != Some(record.qemu.pid) {
         return Err(Failure::new(
@@ -92,73 +124,131 @@ async fn bring_to_an_end(record: &Record, remarks: &mut Vec<String>) -> Result<M
             ),
         ));
     }
-    let volumes = &record.volumes;
-    let mut on_target = looked(&client, record).await?;
-    if record.point != Point::Moving && on_target.contains(&true) && on_target.contains(&false) {
-        // Who was killed between two disks: what stands still goes the way of the others.
-        let left = volumes.iter().zip(&on_target).filter(|(_, on)| !**on);
-        let left: Vec<_> = left.map(|(volume, _)| volume.clone()).collect();
-        if let Err(failure) = mirror::finalize(&client, &left).await {
-            tracing::warn!(%failure, "a volume cannot be switched any more");
-        }
-        on_target = looked(&client, record).await?;
-    }
-    match (on_target.contains(&true), on_target.contains(&false)) {
-        (true, false) => {
-            remarks.extend(recorded::update(&client, &record.machine, record.qemu, volumes).await?);
-            remarks.extend(release(&client, volumes, Some(record.qemu.pid)).await?);
-            if record.stops_guest && record.point == Point::Intending {
-                go_on(&client).await?;
-            }
-            Ok(MoveOutcome::VolumesMoved)
-        }
-        (true, true) => {
-            let (there, here): (Vec<_>, Vec<_>) =
-                volumes.iter().cloned().zip(on_target).partition(|(_, on)| *on);
-            let only =
-                |part: Vec<(Volume, bool)>| part.into_iter().map(|(volume, _)| volume).collect::<Vec<_>>();
-            let (there, here) = (only(there), only(here));
-            let is_on = |volume: &Volume, file: &Path| format!("{} is on {}", volume.label, file.display());
-            remarks.extend(there.iter().map(|volume| is_on(volume, &volume.target.path)));
-            remarks.extend(here.iter().map(|volume| is_on(volume, &volume.old_file)));
-            remarks.extend(recorded::update(&client, &record.machine, record.qemu, &there).await?);
-            remarks.extend(release(&client, &there, Some(record.qemu.pid)).await?);
-            roll_back(&client, &here, Some(record.qemu), record.stops_guest).await?;
-            Ok(MoveOutcome::SomeMoved)
-        }
-        // Whatever the record says: the guest is not there.
-        (false, _) if record.point == Point::Committed => Err(Failure::new(
-            Code::Operator,
-            "the volumes were switched, and the guest is on others now: somebody has changed its disks since",
-        )),
-        (false, _) => {
-            roll_back(&client, volumes, Some(record.qemu), record.stops_guest).await?;
-            Ok(MoveOutcome::VolumesAsBefore)
-        }
-    }
+    Ok(client)
 }
 
-async fn looked(client: &Client, record: &Record) -> Result<Vec<bool>, Failure> {
+/// Where some disks were switched and some were not, what stands still goes the way of the others.
+async fn switch_the_rest(client: &Client, mut journal: Journal<Record>) -> Result<Journal<Record>, Failure> {
+    let record = journal.record().clone();
+    let standings = looked(client, &record).await?;
+    let is_split = standings.contains(&Standing::New) && standings.contains(&Standing::Old);
+    if record.point != Point::Intending || !is_split {
+        return Ok(journal);
+    }
+    // Somebody may have run it since.
+    if mirror::stops_guest(client).await? && monitor::run_state(client).await? == RunState::Running {
+        client.execute(&command::stop {}).await?;
+        let stopped = Record {
+            is_stopped: true,
+            ..record.clone()
+        };
+        journal = blocking(move || {
+            journal.rewrite(stopped).map_err(|error| {
+                Failure::new(
+                    Code::StorageIo,
+                    format!("cannot keep the operation's record: {error}"),
+                )
+            })?;
+            Ok(journal)
+        })
+        .await?;
+    }
+    if let Err(failure) = mirror::finalize(client, &on(Standing::Old, &record, &standings)).await {
+        tracing::warn!(%failure, "a volume cannot be switched any more");
+    }
+    Ok(journal)
+}
+
+async fn bring_to_an_end(
+    client: &Client,
+    record: &Record,
+    remarks: &mut Vec<String>,
+) -> Result<MoveOutcome, Failure> {
+    let volumes = &record.volumes;
+    let standings = looked(client, record).await?;
+    let may_run = record.is_stopped && record.point == Point::Intending;
+    if record.stops_guest && !record.is_stopped && monitor::run_state(client).await? == RunState::Paused {
+        remarks.push(
+            "the guest stands still, and whether that was for the switch or is somebody's wish is not known: `cont` lets it \
+             go on"
+                .to_owned(),
+        );
+    }
+    let are_all = |wanted| standings.iter().all(|standing| *standing == wanted);
+    if are_all(Standing::New) {
+        remarks.extend(recorded::update(client, &record.machine, record.qemu, volumes).await?);
+        remarks.extend(release(client, volumes, Some(record.qemu.pid)).await?);
+        if may_run {
+            go_on(client).await?;
+        }
+        return Ok(MoveOutcome::VolumesMoved);
+    }
+    if are_all(Standing::Old) && record.point != Point::Committed {
+        remarks.extend(roll_back(client, volumes, record.qemu, may_run).await?);
+        return Ok(MoveOutcome::VolumesAsBefore);
+    }
+    remarks.extend(
+        volumes
+            .iter()
+            .zip(&standings)
+            .map(|(volume, standing)| told(volume, *standing)),
+    );
+    let there = on(Standing::New, record, &standings);
+    let others = volumes.iter().filter(|volume| !there.contains(volume)).cloned();
+    let others: Vec<_> = others.collect();
+    if !there.is_empty() {
+        remarks.extend(recorded::update(client, &record.machine, record.qemu, &there).await?);
+        remarks.extend(release(client, &there, Some(record.qemu.pid)).await?);
+    }
+    close_targets(client, &others, may_run).await?;
+    remarks.extend(made::left(&others));
+    Ok(
+        match standings.contains(&Standing::Elsewhere) || there.is_empty() {
+            true => MoveOutcome::DisksChanged,
+            false => MoveOutcome::SomeMoved,
+        },
+    )
+}
+
+async fn looked(client: &Client, record: &Record) -> Result<Vec<Standing>, Failure> {
     let graph = Graph::of(client).await?;
-    Ok(record
-        .volumes
-        .iter()
-        .map(|volume| is_switched(&graph, volume))
-        .collect())
+    Ok(Standing::of_all(&graph, &record.volumes))
+}
+
+/// The disks that stand so.
+fn on(wanted: Standing, record: &Record, standings: &[Standing]) -> Vec<Volume> {
+    let all = record.volumes.iter().zip(standings);
+    let meant = all.filter(|(_, standing)| **standing == wanted);
+    meant.map(|(volume, _)| volume.clone()).collect()
+}
+
+fn told(volume: &Volume, standing: Standing) -> String {
+    let (label, old, new) = (
+        &volume.label,
+        volume.old_file.display(),
+        volume.target.path.display(),
+    );
+    match standing {
+        Standing::Old => format!("{label} is on {old}"),
+        Standing::New => format!("{label} is on {new}"),
+        Standing::Elsewhere => format!(
+            "{label} is neither on {old} nor on {new}: somebody has changed it since, and what it is on may lie on either"
+        ),
+    }
 }
 
 /// There is no guest any more; what counts is which volumes it will be started with.
-async fn after_qemu(record: &Record) -> Result<MoveOutcome, Failure> {
+fn after_qemu(record: &Record, remarks: &mut Vec<String>) -> Result<MoveOutcome, Failure> {
     match record.point {
         Point::Moving => {
-            remove_made(&record.volumes).await?;
+            remarks.extend(made::left(&record.volumes));
             Ok(MoveOutcome::QemuGoneBefore)
         }
         Point::Intending => Err(Failure::new(
             Code::Operator,
             format!(
-                "QEMU ended while the volumes of {} were switched: {}. Look which of each was written last, start the guest \
-                 with those, and remove the record {}",
+                "QEMU ended while the volumes of {} were switched: {}. Look which of each was written last, remove the \
+                 record {}.json from .moves in the state directory, and start the guest with those",
                 record.vm_name,
                 record
                     .volumes

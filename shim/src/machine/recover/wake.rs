@@ -19,6 +19,15 @@
 //! paused in that instant is run; one that shall stay paused is left so. A guest that is fed from its image is left to the
 //! recovery of its feed once it was to run.
 //!
+//! A QEMU that somebody else started is never ended. One that has nothing of the guest ("empty") is as good as gone. One that
+//! has it and waits is for its owner to end: until then the image wakes nowhere.
+//!
+//! | point | image | of others: empty | waits |
+//! | --- | --- | --- | --- |
+//! | marked | sealed | as before | **its owner** |
+//! | marked | waking, by this wake | seal again | **its owner** |
+//! | marked | woken by another | as before | **a person** |
+//!
 //! The mark in an image names its wake: what another wake has marked is never sealed again.
 
 use crate::machine::wake::record::Point;
@@ -32,6 +41,8 @@ pub struct Facts {
     pub shall_run: bool,
     /// Whether it is fed from the image while it runs.
     pub is_fed: bool,
+    /// Whether somebody else started QEMU.
+    pub is_of_others: bool,
     /// The image.
     pub image: Mark,
     /// QEMU.
@@ -60,6 +71,8 @@ pub enum Qemu {
     Gone,
     /// It does not answer.
     Silent,
+    /// It is one of others, and has loaded nothing of the guest.
+    Empty,
     /// It stands as it came up.
     Waits,
     /// Its guest runs.
@@ -71,7 +84,7 @@ pub enum Qemu {
 /// What is to be done.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Verdict {
-    /// The guest has not run: end QEMU, if it is there, and seal the image again, if this wake marked it.
+    /// The guest has not run: end QEMU, if it is there and ours, and seal the image again, if this wake marked it.
     Undo,
     /// The guest is awake: run it first, if `run`; mark the image as used, if it is there and is not.
     Finish {
@@ -99,6 +112,8 @@ pub enum Doubt {
     Unexpected,
     /// QEMU does not answer.
     Silent,
+    /// A QEMU of others has the guest, which has not run.
+    Held,
 }
 
 impl Facts {
@@ -115,16 +130,25 @@ impl Facts {
             (_, Mark::Waking | Mark::NotThere, Qemu::Runs) if self.is_fed => LeaveToFeed,
             (Point::Continuing, Mark::Waking, Qemu::Waits | Qemu::Stopped) if self.is_fed => LeaveToFeed,
 
+            (Point::Marked, Mark::Sealed | Mark::Waking, Qemu::Waits) if self.is_of_others => {
+                Ask(Doubt::Held)
+            }
+            (Point::Marked, Mark::Others, Qemu::Waits) if self.is_of_others => Ask(Doubt::RunsTwice),
+
             (_, Mark::Used | Mark::Others, Qemu::Gone) => Over,
             (_, Mark::Used, _) => awake,
-            (Point::Marked, Mark::Others, Qemu::Waits) => Undo,
+            (Point::Marked, Mark::Others, Qemu::Empty | Qemu::Waits) => Undo,
             (_, Mark::Others, _) => Ask(Doubt::RunsTwice),
 
             (_, Mark::Sealed | Mark::Waking | Mark::NotThere, Qemu::Runs) => awake,
             (_, Mark::Sealed, Qemu::Gone) => Undo,
-            (Point::Marked, Mark::Sealed | Mark::Waking, Qemu::Gone | Qemu::Waits) => Undo,
+            (Point::Marked, Mark::Sealed | Mark::Waking, Qemu::Gone | Qemu::Empty | Qemu::Waits) => Undo,
             (_, Mark::Sealed, _) | (Point::Marked, Mark::Waking, Qemu::Stopped) => Ask(Doubt::Unexpected),
-            (Point::Marked, Mark::NotThere, Qemu::Gone | Qemu::Waits) => Ask(Doubt::ImageNotThere),
+            (Point::Marked, Mark::NotThere, Qemu::Gone | Qemu::Empty | Qemu::Waits) => {
+                Ask(Doubt::ImageNotThere)
+            }
+            // It was told to run what it has not.
+            (Point::Continuing, Mark::Waking | Mark::NotThere, Qemu::Empty) => Ask(Doubt::Unexpected),
 
             (Point::Continuing, Mark::Waking, Qemu::Gone) => Ask(Doubt::MayHaveRun),
             (Point::Continuing, Mark::Waking, Qemu::Waits) => Finish { run: self.shall_run },
@@ -145,13 +169,21 @@ mod tests {
         Mark::Others,
         Mark::NotThere,
     ];
-    const QEMUS: [Qemu; 5] = [Qemu::Gone, Qemu::Silent, Qemu::Waits, Qemu::Runs, Qemu::Stopped];
+    const QEMUS: [Qemu; 6] = [
+        Qemu::Gone,
+        Qemu::Silent,
+        Qemu::Empty,
+        Qemu::Waits,
+        Qemu::Runs,
+        Qemu::Stopped,
+    ];
 
     fn facts(point: Point, image: Mark, qemu: Qemu) -> Facts {
         Facts {
             point,
             shall_run: true,
             is_fed: false,
+            is_of_others: false,
             image,
             qemu,
         }
@@ -237,6 +269,35 @@ mod tests {
             if facts.point == Point::Marked || !facts.shall_run {
                 assert_ne!(verdict, Verdict::Finish { run: true }, "{facts:?}");
             }
+        }
+    }
+
+    #[test]
+    fn a_qemu_of_others_is_not_ended_and_its_image_stays_asleep_as_long_as_it_has_the_guest() {
+        use Doubt::{Held, RunsTwice};
+        use Verdict::{Ask, Undo};
+        for (image, waits) in [
+            (Mark::Sealed, Ask(Held)),
+            (Mark::Waking, Ask(Held)),
+            (Mark::Others, Ask(RunsTwice)),
+        ] {
+            let of_others = |qemu| Facts {
+                is_of_others: true,
+                ..facts(Point::Marked, image, qemu)
+            };
+            assert_eq!(of_others(Qemu::Waits).verdict(), waits, "{image:?}");
+            assert_eq!(of_others(Qemu::Empty).verdict(), Undo, "{image:?}");
+        }
+        for facts in all().filter(|facts| !facts.is_fed) {
+            let of_others = Facts {
+                is_of_others: true,
+                ..facts
+            };
+            let is_undone = of_others.verdict() == Undo;
+            assert!(
+                !is_undone || matches!(facts.qemu, Qemu::Gone | Qemu::Empty),
+                "{facts:?}"
+            );
         }
     }
 

@@ -16,6 +16,7 @@ use crate::journal::Journal;
 use crate::machine::effect::blocking;
 use crate::machine::wake::record::Record;
 use crate::machine::wake::resume;
+use crate::machine::wake::take_over::has_the_guest;
 use crate::vm::monitor;
 use crate::vm::process::ProcessEnd;
 
@@ -90,6 +91,7 @@ async fn bring_to_an_end(record: &Record) -> Result<(WakeOutcome, GuestState), F
         point: record.point,
         shall_run: record.shall_run,
         is_fed: record.is_fed,
+        is_of_others: record.is_of_others,
         image: mark,
         qemu,
     };
@@ -98,7 +100,7 @@ async fn bring_to_an_end(record: &Record) -> Result<(WakeOutcome, GuestState), F
     let guest = guest_of(qemu);
     match verdict {
         Verdict::Undo => {
-            if qemu != Qemu::Gone {
+            if !matches!(qemu, Qemu::Gone | Qemu::Empty) {
                 end_qemu(record, end).await?;
             }
             if let (Some(mut image), Mark::Waking) = (image, mark) {
@@ -185,16 +187,19 @@ async fn connect(record: &Record) -> Result<Option<Client>, Failure> {
 }
 
 async fn look_at_qemu(record: &Record, client: Option<&Client>) -> Result<Qemu, Failure> {
-    let state = match client {
+    let (state, is_empty) = match client {
         Some(client) => {
+            // What it is in the middle of is over soon, whichever way: nobody feeds it any more.
+            let is_empty = record.is_of_others && matches!(has_the_guest(client).await, Ok(false));
             let asked = tokio::time::timeout(ANSWER_LIMIT, monitor::run_state(client)).await;
-            asked.ok().and_then(Result::ok)
+            (asked.ok().and_then(Result::ok), is_empty)
         }
-        None => None,
+        None => (None, false),
     };
     Ok(match state {
         None if record.qemu.is_alive() => Qemu::Silent,
         None => Qemu::Gone,
+        Some(_) if is_empty => Qemu::Empty,
         Some(RunState::Running) => Qemu::Runs,
         Some(RunState::Paused | RunState::Inmigrate | RunState::Prelaunch) => Qemu::Waits,
         Some(_) => Qemu::Stopped,
@@ -238,7 +243,7 @@ fn use_up(mut image: Image) -> Result<(), Failure> {
 
 fn guest_of(qemu: Qemu) -> GuestState {
     match qemu {
-        Qemu::Gone => GuestState::Stopped,
+        Qemu::Gone | Qemu::Empty => GuestState::Stopped,
         Qemu::Silent => GuestState::Unknown,
         Qemu::Runs => GuestState::Running,
         Qemu::Waits | Qemu::Stopped => GuestState::Paused,
@@ -266,6 +271,10 @@ fn ask(doubt: Doubt, record: &Record) -> Failure {
             "the wake of {image} was interrupted before QEMU's process {pid} was told to run its guest, which nevertheless has run, \
              or was saved elsewhere: look at its monitor {}, end what has to end, and remove the image or the record",
             record.monitor.display()
+        ),
+        Doubt::Held => format!(
+            "QEMU's process {pid} has the guest of {image}, which has not run, and is not Dormouse's to end: have its owner end it \
+             without running the guest, and recover again; the image wakes nowhere until then"
         ),
         Doubt::Silent => {
             return Failure::new(

@@ -18,8 +18,10 @@
 //!                                                                      Moved ◄─ Releasing ◄─ Committing
 //! ```
 //!
-//! *Ready* is for a switch by hand: the volumes are kept in step until somebody says so. In *Completing* the guest's
-//! writes begin to wait, so it is limited in time; once all stand still *Finalizing* takes milliseconds.
+//! Between *Mirroring* and *Ready* is *Verifying*, where that was asked for: the copies are compared while they are kept in
+//! step. *Ready* is for a switch by hand: the volumes are kept in step until somebody says so. In *Completing* the guest's
+//! writes begin to wait, so it is limited in time; once all stand still *Finalizing* takes milliseconds. What ends
+//! *Uncertain* is looked at once more at once, as a recovery does.
 
 use std::time::Duration;
 
@@ -35,6 +37,8 @@ pub enum Phase {
     Attaching,
     /// Everything is copied, and what the guest writes meanwhile.
     Mirroring,
+    /// In step, and compared with what it is a copy of, where that was asked for.
+    Verifying,
     /// In step, and kept so until somebody says that the volumes may be switched.
     Ready,
     /// Writing down that the volumes are about to be switched.
@@ -96,6 +100,8 @@ pub enum Effect {
     Attach,
     /// Copy, until all volumes are in step.
     Mirror,
+    /// Compare the volumes with their copies, and watch the jobs.
+    Verify,
     /// Keep the volumes in step, and watch the jobs.
     Hold,
     /// Write down that the volumes may be switched from now on.
@@ -120,15 +126,19 @@ pub struct Machine {
     phase: Phase,
     /// Whether the switch waits for somebody's word.
     by_hand: bool,
+    /// Whether the copies are compared.
+    verify: bool,
     failure: Option<Failure>,
 }
 
 impl Machine {
-    /// One that has not begun, and its first effect. `by_hand`: the switch waits for somebody's word.
-    pub fn begin(by_hand: bool) -> (Self, Effect) {
+    /// One that has not begun, and its first effect. `by_hand`: the switch waits for somebody's word; `verify`: the copies
+    /// are compared before.
+    pub fn begin(by_hand: bool, verify: bool) -> (Self, Effect) {
         let machine = Self {
             phase: Phase::Preflight,
             by_hand,
+            verify,
             failure: None,
         };
         (machine, Effect::Preflight)
@@ -156,6 +166,7 @@ impl Machine {
             Phase::Preflight
             | Phase::Attaching
             | Phase::Mirroring
+            | Phase::Verifying
             | Phase::Ready
             | Phase::Intending
             | Phase::Completing => CancelAnswer::Accepted,
@@ -168,14 +179,27 @@ impl Machine {
 
     /// Whether the switch waits for somebody's word, now or once the volumes are in step.
     pub fn waits_for_a_word(&self) -> bool {
-        self.by_hand && !self.is_over()
+        let is_on_its_way = matches!(
+            self.phase,
+            Phase::Preflight | Phase::Attaching | Phase::Mirroring | Phase::Verifying | Phase::Ready
+        );
+        self.by_hand && self.failure.is_none() && is_on_its_way
+    }
+
+    /// Whether anything is still to be copied at a pace that somebody chooses.
+    pub fn has_a_pace(&self) -> bool {
+        self.failure.is_none()
+            && matches!(
+                self.phase,
+                Phase::Preflight | Phase::Attaching | Phase::Mirroring | Phase::Verifying | Phase::Ready
+            )
     }
 
     /// Takes one input and tells what to do. `None`: go on waiting, or it is over.
     pub fn step(&mut self, input: Input) -> Option<Effect> {
         match (self.phase, input) {
             (
-                Phase::Mirroring | Phase::Preflight | Phase::Attaching | Phase::Ready,
+                Phase::Mirroring | Phase::Verifying | Phase::Preflight | Phase::Attaching | Phase::Ready,
                 Input::CompleteRequested,
             ) => {
                 self.by_hand = false;
@@ -201,10 +225,15 @@ impl Machine {
                 self.failure.get_or_insert(failure);
                 None
             }
-            (Phase::Mirroring, Input::Done) if self.by_hand => self.enter(Phase::Ready, Effect::Hold),
-            (Phase::Mirroring, Input::Done) => self.enter(Phase::Intending, Effect::Intend),
+            (Phase::Mirroring, Input::Done) if self.verify => self.enter(Phase::Verifying, Effect::Verify),
+            (Phase::Mirroring | Phase::Verifying, Input::Done) if self.by_hand => {
+                self.enter(Phase::Ready, Effect::Hold)
+            }
+            (Phase::Mirroring | Phase::Verifying, Input::Done) => {
+                self.enter(Phase::Intending, Effect::Intend)
+            }
             (Phase::Completing, Input::Done) => self.enter(Phase::Finalizing, Effect::Finalize),
-            (Phase::Mirroring | Phase::Ready | Phase::Completing, input) => {
+            (Phase::Mirroring | Phase::Verifying | Phase::Ready | Phase::Completing, input) => {
                 let failure = ending(input)?;
                 self.roll_back(failure)
             }
@@ -352,7 +381,7 @@ mod tests {
 
     /// A machine in `phase`, with its effect under way.
     fn machine_in(phase: Phase) -> Machine {
-        let (mut machine, _) = Machine::begin(phase == Phase::Ready);
+        let (mut machine, _) = Machine::begin(phase == Phase::Ready, phase == Phase::Verifying);
         if phase == Phase::RollingBack {
             machine.step(Input::Done);
             machine.step(Input::Failed(broken()));
@@ -377,7 +406,7 @@ mod tests {
         let back = |code| (RollingBack, Some(Effect::RollBack), Some(code));
         let ends = |phase, code| (phase, None, Some(code));
         let (io, cut, late, ask) = (Code::StorageIo, Code::Cancelled, Code::TimedOut, Code::Operator);
-        let table: [(Phase, [_; 8]); 11] = [
+        let table: [(Phase, [_; 8]); 12] = [
             (
                 Preflight,
                 [
@@ -413,6 +442,19 @@ mod tests {
                     stays(Mirroring),
                     stays(Mirroring),
                     stays(Mirroring),
+                    back(late),
+                    back(cut),
+                ],
+            ),
+            (
+                Verifying,
+                [
+                    goes(Intending, Effect::Intend),
+                    back(io),
+                    stays(Verifying),
+                    stays(Verifying),
+                    stays(Verifying),
+                    stays(Verifying),
                     back(late),
                     back(cut),
                 ],
@@ -553,11 +595,24 @@ mod tests {
 
     #[test]
     fn a_word_that_comes_before_the_volumes_are_in_step_counts_once_they_are() {
-        let (mut machine, _) = Machine::begin(true);
-        for input in [Input::Done, Input::Done, Input::CompleteRequested] {
+        let (mut machine, _) = Machine::begin(true, true);
+        for input in [Input::Done, Input::Done, Input::Done, Input::CompleteRequested] {
             machine.step(input);
         }
         assert_eq!(machine.step(Input::Done), Some(Effect::Intend));
+    }
+
+    #[test]
+    fn a_switch_that_is_called_off_waits_for_no_word() {
+        for input in [Input::CancelRequested, Input::LimitReached(LIMIT)] {
+            let (mut machine, _) = Machine::begin(true, false);
+            machine.step(Input::Done);
+            assert!(machine.waits_for_a_word());
+            machine.step(input);
+            assert!(!machine.waits_for_a_word(), "{:?}", machine.phase());
+            machine.step(Input::Done);
+            assert!(!machine.waits_for_a_word(), "{:?}", machine.phase());
+        }
     }
 
     /// The disks of a model QEMU: whether they are switched, and what is written down.
@@ -581,7 +636,7 @@ mod tests {
             usize::try_from((seed >> 33) % below as u64).unwrap()
         };
         for round in 0..40_000 {
-            let (mut machine, first) = Machine::begin(random(2) == 0);
+            let (mut machine, first) = Machine::begin(random(2) == 0, random(2) == 0);
             let (mut model, mut effect) = (Model::default(), Some(first));
             for _ in 0..40 {
                 if machine.is_over() {

@@ -6,15 +6,17 @@
 use std::time::Duration;
 
 use dormouse_qmp::capabilities::{Capabilities, MirrorSafety, active_mirror_may_abort, mirror_loses_writes};
-use dormouse_qmp::view::job::{BlockJobInfo, JobInfo, JobStatus};
+use dormouse_qmp::view::job::{BlockJobInfo, IoStatus, JobInfo, JobStatus};
 use dormouse_qmp::{Client, command};
 use dormouse_storage::ByteCount;
 use serde_json::json;
+use tokio::sync::watch;
 use tokio::time::Instant;
 
-use super::VolumeProgress;
 use super::nodes::{self, Zeros};
 use super::plan::Volume;
+use super::word::for_qemu;
+use super::{VolumeProgress, WhenFull};
 use crate::error::{Code, Failure};
 
 /// How often the jobs are looked at while they copy.
@@ -26,9 +28,24 @@ const QUICK_POLL: Duration = Duration::from_millis(1);
 /// How long a job may take to mark its disk, which is no I/O, and to end when it is told to.
 const STEP_LIMIT: Duration = Duration::from_secs(60);
 
+/// How often a job that a full volume has paused is let go on.
+const RETRY_INTERVAL: Duration = Duration::from_secs(2);
+
 /// How long there may be no less left to copy than ever before until the guest is made to wait for its writes to reach
 /// the new volume too.
 const CONVERGENCE_PATIENCE: Duration = Duration::from_secs(5);
+
+/// The most that is copied in a second, per disk, as it is changed on the way.
+pub type Pace = watch::Receiver<Option<ByteCount>>;
+
+/// How the jobs stand.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Seen {
+    /// How far each is.
+    pub volumes: Vec<VolumeProgress>,
+    /// What is waited for, where that is somebody's to do.
+    pub waiting: Option<String>,
+}
 
 /// Whether each write of the guest can be made to go to both volumes before it is acknowledged, which lets any job get in
 /// step.
@@ -91,12 +108,11 @@ impl Start {
 pub async fn start(
     client: &Client,
     volume: &Volume,
-    how: Start,
-    speed_limit: Option<ByteCount>,
+    (how, when_full): (Start, WhenFull),
+    pace: &Pace,
 ) -> Result<(), Failure> {
-    let speed_limit = speed_limit.map_or(0, |limit| limit.0);
     let speed = match how {
-        Start::Plain => speed_limit,
+        Start::Plain => for_qemu(*pace.borrow()),
         // What is copied before the target may be unmapped is not sparse, so that is little.
         Start::Guarded => 1,
     };
@@ -109,7 +125,11 @@ pub async fn start(
         "copy-mode": "background",
         "speed": speed,
         "on-source-error": "report",
-        "on-target-error": "report",
+        "on-target-error": match when_full {
+            WhenFull::Stop => "report",
+            // It pauses for that error only.
+            WhenFull::Wait => "enospc",
+        },
         "auto-finalize": false,
         "auto-dismiss": false,
     });
@@ -119,8 +139,43 @@ pub async fn start(
         .map_err(|error| Failure::from(error).while_doing(&volume.label))?;
     if how == Start::Guarded {
         make_sparse(client, volume).await?;
-        let faster = json!({"device": volume.names.job, "speed": speed_limit});
-        client.execute_raw("block-job-set-speed", faster).await?;
+        let speed = *pace.borrow();
+        set_speed(client, volume, speed).await?;
+    }
+    Ok(())
+}
+
+async fn set_speed(client: &Client, volume: &Volume, speed: Option<ByteCount>) -> Result<(), Failure> {
+    let speed = json!({"device": volume.names.job, "speed": for_qemu(speed)});
+    client
+        .execute_raw("block-job-set-speed", speed)
+        .await
+        .map_err(|error| Failure::from(error).while_doing(&volume.label))?;
+    Ok(())
+}
+
+/// Brings the jobs to a pace that was changed.
+async fn keep_pace(client: &Client, volumes: &[Volume], pace: &mut Pace) -> Result<(), Failure> {
+    if pace.has_changed().unwrap_or(false) {
+        let speed = *pace.borrow_and_update();
+        for volume in volumes {
+            set_speed(client, volume, speed).await?;
+        }
+    }
+    Ok(())
+}
+
+/// Lets jobs go on that a full volume has paused: if it is full still they pause again.
+async fn retry(client: &Client, volumes: &[Volume], jobs: &[Job]) -> Result<(), Failure> {
+    for (volume, _) in volumes.iter().zip(jobs).filter(|(_, job)| job.is_full) {
+        let resume = command::job_resume {
+            id: volume.names.job.clone(),
+        };
+        match client.execute(&resume).await {
+            // Somebody else was faster.
+            Ok(_) | Err(dormouse_qmp::CommandError::Qemu { .. }) => {}
+            Err(error) => return Err(error.into()),
+        }
     }
     Ok(())
 }
@@ -153,18 +208,25 @@ async fn make_sparse(client: &Client, volume: &Volume) -> Result<(), Failure> {
 pub async fn get_in_step(
     client: &Client,
     volumes: &[Volume],
-    both_sides: BothSides,
-    stall: Duration,
-    tell: impl Fn(Vec<VolumeProgress>),
+    (both_sides, stall): (BothSides, Duration),
+    mut pace: Pace,
+    tell: impl Fn(Seen),
 ) -> Result<(), Failure> {
     let (mut least_left, mut since) = (u64::MAX, Instant::now());
-    let mut asked = false;
+    let (mut asked, mut retried) = (false, Instant::now());
     loop {
+        keep_pace(client, volumes, &mut pace).await?;
         let jobs = look(client, volumes).await?;
-        tell(progress(volumes, &jobs));
+        tell(seen(volumes, &jobs));
         let left = jobs.iter().map(Job::left_bytes).sum();
-        if left < least_left {
-            (least_left, since) = (left, Instant::now());
+        let is_full = jobs.iter().any(|job| job.is_full);
+        if is_full && retried.elapsed() > RETRY_INTERVAL {
+            retry(client, volumes, &jobs).await?;
+            retried = Instant::now();
+        }
+        // Waiting for room is not waiting in vain.
+        if left < least_left || is_full {
+            (least_left, since) = (least_left.min(left), Instant::now());
         }
         let all_ready = jobs.iter().all(|job| job.ready);
         let waited = since.elapsed();
@@ -174,8 +236,10 @@ pub async fn get_in_step(
             }
             asked = true;
         }
-        let in_step =
-            all_ready && (both_sides != BothSides::WhenNeeded || jobs.iter().all(|job| job.both_sides));
+        // A job that waits for room was in step before, at the most.
+        let in_step = all_ready
+            && !is_full
+            && (both_sides != BothSides::WhenNeeded || jobs.iter().all(|job| job.both_sides));
         if in_step {
             return Ok(());
         }
@@ -202,11 +266,21 @@ async fn write_to_both_sides(client: &Client, volume: &Volume) -> Result<(), Fai
 }
 
 /// Watches jobs that are in step until one fails.
-pub async fn hold(client: &Client, volumes: &[Volume], tell: impl Fn(Vec<VolumeProgress>)) -> Failure {
+pub async fn hold(client: &Client, volumes: &[Volume], mut pace: Pace, tell: impl Fn(Seen)) -> Failure {
+    let mut retried = Instant::now();
     loop {
-        match look(client, volumes).await {
-            Ok(jobs) => tell(progress(volumes, &jobs)),
-            Err(failure) => return failure,
+        let looked = async {
+            keep_pace(client, volumes, &mut pace).await?;
+            let jobs = look(client, volumes).await?;
+            tell(seen(volumes, &jobs));
+            if retried.elapsed() > RETRY_INTERVAL {
+                retry(client, volumes, &jobs).await?;
+                retried = Instant::now();
+            }
+            Ok(())
+        };
+        if let Err(failure) = looked.await {
+            return failure;
         }
         tokio::time::sleep(POLL).await;
     }
@@ -215,6 +289,10 @@ pub async fn hold(client: &Client, volumes: &[Volume], tell: impl Fn(Vec<VolumeP
 /// Has all jobs copy what is left and stand still. The guest's writes wait from then on, so there is a limit.
 pub async fn complete(client: &Client, volumes: &[Volume], limit: Duration) -> Result<(), Failure> {
     let deadline = Instant::now() + limit;
+    for volume in volumes {
+        // Nothing is held back while the guest waits.
+        set_speed(client, volume, None).await?;
+    }
     for volume in volumes {
         // Once, and never again: QEMU does not take it twice.
         client
@@ -228,6 +306,9 @@ pub async fn complete(client: &Client, volumes: &[Volume], limit: Duration) -> R
         let jobs = look(client, volumes).await?;
         if jobs.iter().all(|job| job.status == JobStatus::Pending) {
             return Ok(());
+        }
+        if let Some(what) = full(volumes, &jobs) {
+            return Err(Failure::new(Code::NoSpace, what));
         }
         if Instant::now() > deadline {
             return Err(Failure::new(
@@ -309,6 +390,9 @@ struct Job {
     offset_bytes: u64,
     ready: bool,
     both_sides: bool,
+    /// Whether a full volume has paused it.
+    is_full: bool,
+    speed_limit_bytes: Option<u64>,
 }
 
 impl Job {
@@ -345,6 +429,8 @@ async fn look(client: &Client, volumes: &[Volume]) -> Result<Vec<Job>, Failure> 
         found.push(Job {
             ready: job.ready,
             both_sides: job.actively_synced == Some(true),
+            is_full: job.io_status == Some(IoStatus::NoSpace),
+            speed_limit_bytes: job.speed_bytes_per_second.filter(|speed| *speed > 0),
             length_bytes: job.length_bytes.unwrap_or(0),
             offset_bytes: job.offset_bytes.unwrap_or(0),
             status,
@@ -370,6 +456,22 @@ fn job_failure(label: &str, error: &str) -> Failure {
     Failure::new(code, format!("{label}: {error}"))
 }
 
+/// Which volumes are full, if any is.
+fn full(volumes: &[Volume], jobs: &[Job]) -> Option<String> {
+    let full = volumes.iter().zip(jobs).filter(|(_, job)| job.is_full);
+    let full: Vec<String> = full
+        .map(|(volume, _)| format!("{}: {} is full", volume.label, volume.target.path.display()))
+        .collect();
+    (!full.is_empty()).then(|| full.join("; "))
+}
+
+fn seen(volumes: &[Volume], jobs: &[Job]) -> Seen {
+    Seen {
+        volumes: progress(volumes, jobs),
+        waiting: full(volumes, jobs).map(|what| format!("{what}; the copy goes on when there is room")),
+    }
+}
+
 fn progress(volumes: &[Volume], jobs: &[Job]) -> Vec<VolumeProgress> {
     let of = |(volume, job): (&Volume, &Job)| VolumeProgress {
         disk: volume.label.clone(),
@@ -378,6 +480,8 @@ fn progress(volumes: &[Volume], jobs: &[Job]) -> Vec<VolumeProgress> {
         done_bytes: job.offset_bytes,
         total_bytes: job.length_bytes,
         ready: job.ready,
+        speed_limit_bytes: job.speed_limit_bytes,
+        compared_bytes: None,
         switched: false,
     };
     volumes.iter().zip(jobs).map(of).collect()

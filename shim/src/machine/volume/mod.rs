@@ -4,14 +4,20 @@
 //! `plan` looks first, `machine` decides, `runner` acts, with `target` for the files, `nodes` for what QEMU opens and
 //! `mirror` for its jobs. The old volumes are never written or removed.
 
+pub mod bitmaps;
+pub mod grow;
 pub mod machine;
+pub mod made;
 pub mod mirror;
 pub mod nodes;
 pub mod plan;
 pub mod record;
 pub mod recorded;
 pub mod runner;
+pub mod standing;
 pub mod target;
+pub mod verify;
+pub mod word;
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -28,6 +34,14 @@ pub struct Request {
     pub speed_limit: Option<ByteCount>,
     /// Whether the switch waits for somebody's word.
     pub by_hand: bool,
+    /// Whether the copies are compared before the switch.
+    pub verify: bool,
+    /// What is done when a new volume is full.
+    pub when_full: WhenFull,
+    /// How long a volume that is not there is waited for.
+    pub wait_for_target: Option<Duration>,
+    /// Whether dirty bitmaps that cannot go with their disk may be lost.
+    pub drop_bitmaps: bool,
     /// How long it may take.
     pub limits: Limits,
     /// The monitor's socket.
@@ -75,6 +89,17 @@ impl Format {
     }
 }
 
+/// What is done when a new volume is full.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+pub enum WhenFull {
+    /// The guest stays on its old volumes
+    #[default]
+    Stop,
+    /// The copy pauses, and goes on once there is room
+    Wait,
+}
+
 /// How long a move may take.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
@@ -111,6 +136,12 @@ pub struct VolumeProgress {
     pub total_bytes: u64,
     /// Whether the new volume is in step.
     pub ready: bool,
+    /// The most that is copied in a second, in bytes; `None`: as much as goes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub speed_limit_bytes: Option<u64>,
+    /// What has been compared, in bytes, while that is done.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub compared_bytes: Option<u64>,
     /// Whether the guest is on the new volume.
     pub switched: bool,
 }

@@ -12,20 +12,26 @@
 
 use std::collections::BTreeSet;
 use std::path::Path;
+use std::time::Duration;
 
 use dormouse_qmp::view::job::{JobInfo, JobStatus};
 use dormouse_qmp::{Client, command};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
+use tokio::time::Instant;
 use uuid::Uuid;
 
 use super::Format;
 use super::plan::Volume;
 use crate::error::{Code, Failure};
+use crate::vm::file_identity::FileIdentity;
 use crate::vm::graph::Graph;
 
 /// How often QEMU is asked whether it has made an image.
-const POLL: std::time::Duration = std::time::Duration::from_millis(5);
+const POLL: Duration = Duration::from_millis(5);
+
+/// How long that may take.
+const MAKING_LIMIT: Duration = Duration::from_secs(60);
 
 /// The names of what is made for one disk. QEMU takes up to 31 characters.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -54,6 +60,13 @@ impl Names {
             filter: name("-mirror"),
             create: name("-create"),
         }
+    }
+}
+
+impl Names {
+    /// Whether a node is one that a move made for a guest.
+    pub fn is_format(node: &str) -> bool {
+        node.starts_with("dm") && node.ends_with("-format")
     }
 }
 
@@ -101,11 +114,20 @@ fn options(volume: &Volume, zeros: Zeros<'_>) -> [Value; 2] {
     [file, format]
 }
 
-/// Opens a target. A qcow2 image that is to be made is made now, in its file, which is there.
-pub async fn attach(client: &Client, volume: &Volume, zeros: Zeros<'_>) -> Result<(), Failure> {
+/// Opens a target in QEMU, whose process is `pid`. A qcow2 image that is to be made is made now, in its file, which is
+/// there. Nothing is written to a file or device that is another than the one that was looked at or made.
+pub async fn attach(client: &Client, volume: &Volume, zeros: Zeros<'_>, pid: u32) -> Result<(), Failure> {
     let [file, format] = options(volume, zeros);
     let opened = |failure: Failure| failure.while_doing(&volume.target.path.display().to_string());
     add(client, file).await.map_err(opened)?;
+    if let Some(wanted) = volume.made.or(volume.target.identity)
+        && files_open(pid).is_some_and(|open| !open.contains(&wanted))
+    {
+        return Err(opened(Failure::new(
+            Code::Refused,
+            "what QEMU opened is not what was looked at: another file or device under that name",
+        )));
+    }
     if volume.target.create && volume.target.format == Format::Qcow2 {
         make_image(client, volume).await.map_err(opened)?;
     }
@@ -124,6 +146,7 @@ async fn make_image(client: &Client, volume: &Volume) -> Result<(), Failure> {
         "options": {"driver": "qcow2", "file": names.file, "size": volume.size_bytes},
     });
     client.execute_raw("blockdev-create", create).await?;
+    let deadline = Instant::now() + MAKING_LIMIT;
     loop {
         let jobs: Vec<JobInfo> = client.query(&command::query_jobs {}).await?;
         let job = jobs.into_iter().find(|job| job.id == names.create);
@@ -141,6 +164,14 @@ async fn make_image(client: &Client, volume: &Volume) -> Result<(), Failure> {
                         format!("cannot make the image: {error}"),
                     )),
                 };
+            }
+            // Whoever undoes this cancels the job.
+            Some(job) if Instant::now() > deadline => {
+                let why = format!(
+                    "the job that makes the image is still {} after {MAKING_LIMIT:?}",
+                    job.status
+                );
+                return Err(Failure::new(Code::TimedOut, why));
             }
             Some(_) => tokio::time::sleep(POLL).await,
             None => {
@@ -187,14 +218,17 @@ pub async fn remove(client: &Client, names: &[String]) -> Result<Vec<String>, Fa
     Ok(left.cloned().collect())
 }
 
+fn files_open(pid: u32) -> Option<Vec<FileIdentity>> {
+    let entries = std::fs::read_dir(format!("/proc/{pid}/fd")).ok()?;
+    let open = entries
+        .flatten()
+        .filter_map(|entry| FileIdentity::at(&entry.path()));
+    Some(open.collect())
+}
+
 /// The files that QEMU's process has open of those given; `None` where it cannot be seen.
 pub fn still_open<'a>(pid: Option<u32>, files: &[&'a Path]) -> Option<BTreeSet<&'a Path>> {
-    use crate::vm::file_identity::FileIdentity;
-    let entries = std::fs::read_dir(format!("/proc/{}/fd", pid?)).ok()?;
-    let open: Vec<FileIdentity> = entries
-        .flatten()
-        .filter_map(|entry| FileIdentity::at(&entry.path()))
-        .collect();
+    let open = files_open(pid?)?;
     let is_open = |file: &&&Path| FileIdentity::at(file).is_some_and(|identity| open.contains(&identity));
     Some(files.iter().filter(is_open).copied().collect())
 }

@@ -10,13 +10,16 @@ use dormouse_qmp::view::job::JobInfo;
 use dormouse_qmp::view::machine::RunState;
 use dormouse_qmp::view::migration::MigrationInfo;
 use dormouse_qmp::{Client, command};
+use dormouse_storage::ByteCount;
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
+use super::bitmaps::{self, Bitmaps};
 use super::nodes::Names;
 use super::target::{Need, Target};
-use super::{Format, Request, Wish};
+use super::{Format, Request, WhenFull, Wish};
 use crate::error::{Code, Failure};
+use crate::vm::block_ground::{overlap, overlaps};
 use crate::vm::file_identity::FileIdentity;
 use crate::vm::graph::{Graph, is_filter};
 use crate::vm::monitor;
@@ -39,8 +42,6 @@ pub struct Volume {
     pub old_chain: Vec<String>,
     /// The file that the guest is on before.
     pub old_file: PathBuf,
-    /// What is in `old_file`.
-    pub old_format: String,
     /// The size that the guest sees, in bytes.
     pub size_bytes: u64,
     /// What is allocated of it, in bytes.
@@ -49,6 +50,12 @@ pub struct Volume {
     pub direct: bool,
     /// How writes of zeros are treated before, in QEMU's words.
     pub detect_zeroes: String,
+    /// Its dirty bitmaps.
+    #[serde(default)]
+    pub bitmaps: Bitmaps,
+    /// The internal snapshots in the old volume, which stay there.
+    #[serde(default)]
+    pub snapshots: Vec<String>,
     /// Where it goes.
     pub target: Target,
     /// The file that was made for it, once it is.
@@ -63,7 +70,8 @@ impl Volume {
             size_bytes: self.size_bytes,
             allocated_bytes: self.allocated_bytes,
             direct: self.direct,
-            like: Some(&self.old_file),
+            wants_room: true,
+            like: &self.old_file,
         }
     }
 }
@@ -78,6 +86,12 @@ pub async fn make(
     if request.volumes.is_empty() {
         return Err(Failure::new(Code::Usage, "say which volumes go where"));
     }
+    if request.speed_limit == Some(ByteCount(0)) {
+        return Err(Failure::new(
+            Code::Usage,
+            "at 0 bytes a second nothing is ever moved",
+        ));
+    }
     check_idle(client).await?;
     let graph = Graph::of(client).await?;
     let directory = pid
@@ -86,21 +100,14 @@ pub async fn make(
     let in_use = InUse::of(&graph, &directory, pid);
     let (mut volumes, mut refusals) = (Vec::new(), Vec::new());
     for (index, wish) in request.volumes.iter().enumerate() {
-        match examine(
-            client,
-            &graph,
-            wish,
-            Names::of(operation, index),
-            &directory,
-            &in_use,
-        )
-        .await
-        {
+        let names = Names::of(operation, index);
+        let examined = examine(client, &graph, (wish, request), names, &directory, &in_use);
+        match examined.await {
             Ok(volume) => volumes.push(volume),
             Err(refusal) => refusals.push(refusal),
         }
     }
-    let (mut disks, mut targets) = (BTreeSet::new(), Vec::new());
+    let (mut disks, mut targets): (_, Vec<&PathBuf>) = (BTreeSet::new(), Vec::new());
     for volume in &volumes {
         if !disks.insert(volume.old_root.clone()) {
             refusals.push(Failure::new(
@@ -108,18 +115,18 @@ pub async fn make(
                 format!("{} is named twice", volume.label),
             ));
         }
-        let target = (volume.target.path.clone(), FileIdentity::at(&volume.target.path));
-        let is_there = targets
+        let path = &volume.target.path;
+        if let Some(other) = targets
             .iter()
-            .any(|(path, identity)| *path == target.0 || (target.1.is_some() && *identity == target.1));
-        if is_there {
-            let path = volume.target.path.display();
+            .find(|other| **other == path || overlap(other, path))
+        {
+            let (path, other) = (path.display(), other.display());
             refusals.push(Failure::new(
                 Code::Usage,
-                format!("{path} is the target of two disks"),
+                format!("{path} is the target of two disks, or lies on or under {other}, which is another's"),
             ));
         }
-        targets.push(target);
+        targets.push(path);
     }
     let Some(first) = refusals.first() else {
         return Ok(volumes);
@@ -130,7 +137,7 @@ pub async fn make(
 }
 
 /// Other work on the disks, or on all of the VM, has to be over.
-async fn check_idle(client: &Client) -> Result<(), Failure> {
+pub(super) async fn check_idle(client: &Client) -> Result<(), Failure> {
     let refused = |why: String| Err(Failure::new(Code::Refused, why));
     let state = monitor::run_state(client).await?;
     let may_move = matches!(
@@ -179,21 +186,19 @@ impl InUse {
 
     fn check(&self, path: &Path) -> Result<(), Failure> {
         let identity = FileIdentity::at(path);
-        let user = self.identities.iter().find(|(there, _)| Some(*there) == identity);
-        match user {
-            None => Ok(()),
-            Some((_, how)) => Err(Failure::new(
-                Code::Refused,
-                format!("{} is in use by this very QEMU, {how}", path.display()),
-            )),
-        }
+        let what = match self.identities.iter().find(|(there, _)| overlaps(path, *there)) {
+            None => return Ok(()),
+            Some((there, how)) if Some(*there) == identity => format!("is in use by this very QEMU, {how}"),
+            Some((_, how)) => format!("lies on or under what this very QEMU has open, {how}"),
+        };
+        Err(Failure::new(Code::Refused, format!("{} {what}", path.display())))
     }
 }
 
 async fn examine(
     client: &Client,
     graph: &Graph,
-    wish: &Wish,
+    (wish, request): (&Wish, &Request),
     names: Names,
     directory: &Path,
     in_use: &InUse,
@@ -219,17 +224,12 @@ async fn examine(
     let size_bytes = image
         .and_then(|image| image.virtual_size_bytes)
         .ok_or_else(|| refused("its size is not told"))?;
-    let old_format = match node.driver.as_str() {
-        "file" | "host_device" => "raw",
-        driver => driver,
-    };
     let mut volume = Volume {
         label: label.clone(),
         device: drive.device.clone(),
         qdev: drive.qdev.clone(),
         names,
         old_chain: graph.chain(&root),
-        old_format: old_format.to_owned(),
         old_root: root,
         size_bytes,
         allocated_bytes: image.and_then(|image| image.actual_size_bytes),
@@ -241,25 +241,42 @@ async fn examine(
             is_block_device: false,
             create: false,
             size_bytes: 0,
+            identity: None,
         },
         old_file,
+        bitmaps: Bitmaps::default(),
+        snapshots: snapshots(node),
         made: None,
     };
     // Before it is opened for a look.
     in_use.check(&wish.to)?;
-    volume.target = Target::examine(wish, volume.need()).map_err(|failure| failure.while_doing(&label))?;
+    let need = Need {
+        wants_room: request.when_full == WhenFull::Stop,
+        ..volume.need()
+    };
+    volume.target = Target::examine(wish, need).map_err(|failure| failure.while_doing(&label))?;
+    if request.verify
+        && let Some(why) = not_comparable(graph, node, &volume)
+    {
+        return Err(refused(&format!("--verify compares raw volumes, and {why}")));
+    }
+    volume.bitmaps = bitmaps::examine(graph, &volume.old_chain, &volume.target, request.drop_bitmaps)
+        .map_err(|why| refused(&why))?;
     Ok(volume)
 }
 
 /// How a drive is called to a person.
-fn label(drive: &BlockInfo) -> String {
+pub(super) fn label(drive: &BlockInfo) -> String {
     let named = [drive.device.as_str(), drive.qdev.as_deref().unwrap_or_default()];
     let name = named.into_iter().find(|name| !name.is_empty()).unwrap_or("?");
     format!("disk {name}")
 }
 
 /// The drive that a person means.
-fn find<'a>(graph: &'a Graph, disk: &str, directory: &Path) -> Result<&'a BlockInfo, Failure> {
+pub(super) fn find<'a>(graph: &'a Graph, disk: &str, directory: &Path) -> Result<&'a BlockInfo, Failure> {
+    if disk.is_empty() {
+        return Err(Failure::new(Code::Usage, "a disk has to be named"));
+    }
     let identity = disk
         .contains('/')
         .then(|| FileIdentity::at(&directory.join(disk)))
@@ -327,32 +344,60 @@ fn verdict(graph: &Graph, drive: &BlockInfo, root: &BlockNode, name: &str) -> Op
                 .to_owned(),
         );
     }
-    if is_filter(&root.driver) && root.driver != "blkdebug" {
+    if is_encrypted(graph, name) {
+        return Some("it is encrypted, and its copy would not be".to_owned());
+    }
+    let path = std::iter::successors(Some(name), |name| graph.below(name));
+    if let Some(filter) = path
+        .filter_map(|name| graph.node(name))
+        .find(|node| is_filter(&node.driver))
+    {
         return Some(format!(
-            "its root is a {} node, which would be left out with the old volume",
-            root.driver
+            "it is behind a {} node, which would be left out with the old volume",
+            filter.driver
         ));
     }
-    if let Some(user) = graph.chain(name).iter().skip(1).find_map(|node| {
+    graph.chain(name).iter().skip(1).find_map(|node| {
         graph
             .users_outside(node)
             .into_iter()
             .next()
             .map(|user| format!("{user} uses its node {node}"))
-    }) {
-        return Some(user);
-    }
-    let bitmaps = root.dirty_bitmaps.iter().flatten();
-    let kept: Vec<&str> = bitmaps
-        .filter(|bitmap| bitmap.persistent == Some(true))
-        .filter_map(|bitmap| bitmap.name.as_deref())
-        .collect();
-    (!kept.is_empty()).then(|| {
-        format!(
-            "it has the dirty bitmaps {}, which would be lost; remove them first, and make the next backup a full one",
-            kept.join(", ")
-        )
     })
+}
+
+fn is_encrypted(graph: &Graph, root: &str) -> bool {
+    graph
+        .chain(root)
+        .iter()
+        .filter_map(|name| graph.node(name))
+        .any(|node| {
+            let by_image = node.image.as_ref().and_then(|image| image.encrypted);
+            node.driver == "luks" || node.encrypted == Some(true) || by_image == Some(true)
+        })
+}
+
+fn snapshots(root: &BlockNode) -> Vec<String> {
+    let all = root
+        .image
+        .iter()
+        .flat_map(|image| image.snapshots.iter().flatten());
+    all.map(|snapshot| snapshot.name.clone()).collect()
+}
+
+/// Why the bytes of both volumes cannot be compared as they lie there.
+fn not_comparable(graph: &Graph, root: &BlockNode, volume: &Volume) -> Option<String> {
+    let is_file = |driver: &str| driver == "file" || driver == "host_device";
+    let below = graph.below(&volume.old_root).and_then(|below| graph.node(below));
+    let is_plain = match root.driver.as_str() {
+        "raw" => below.is_some_and(|below| is_file(&below.driver)),
+        driver => is_file(driver),
+    };
+    // A part of a volume describes itself by where it begins.
+    if !is_plain || root.file.contains("\"offset\"") {
+        return Some(format!("the old one is {} ({})", root.driver, root.file));
+    }
+    (volume.target.format != Format::Raw).then(|| "the new one is qcow2".to_owned())
 }
 
 /// What a disk's device says against a move: commands that go past the block layer are not copied.
@@ -377,7 +422,7 @@ async fn device_verdict(client: &Client, drive: &BlockInfo) -> Option<&'static s
 }
 
 /// The file or block device at the bottom.
-fn file_below<'a>(graph: &'a Graph, root: &'a str) -> Result<&'a str, String> {
+pub(super) fn file_below<'a>(graph: &'a Graph, root: &'a str) -> Result<&'a str, String> {
     let mut here = root;
     loop {
         let node = graph.node(here).ok_or("one of its nodes is not told")?;
@@ -391,19 +436,4 @@ fn file_below<'a>(graph: &'a Graph, root: &'a str) -> Result<&'a str, String> {
             }
         }
     }
-}
-
-/// The node that this volume's guest writes to now; `None` if its drive is gone or empty.
-pub fn content_of(graph: &Graph, volume: &Volume) -> Option<String> {
-    let drive = graph
-        .drives()
-        .iter()
-        .find(|drive| drive.qdev == volume.qdev && drive.device == volume.device)?;
-    let root = drive.inserted.as_ref()?.node_name.as_deref()?;
-    Some(graph.job_content(root).to_owned())
-}
-
-/// Whether this volume's guest is on the target.
-pub fn is_switched(graph: &Graph, volume: &Volume) -> bool {
-    content_of(graph, volume).as_ref() == Some(&volume.names.format)
 }

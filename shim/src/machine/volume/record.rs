@@ -5,8 +5,10 @@
 //!  record  Moving                    Intending                         Committed           (removed)
 //! ```
 //!
+//! Where the guest is stopped for the switch, that is written down too once it is done: `Intending` a second time.
+//!
 //! After `Moving` the guest is on its old volumes, whatever happens. After `Committed` it is on the new ones. After
-//! `Intending` the live graph tells which; a QEMU that is gone takes that with it, but then both hold the same.
+//! `Intending` the live graph tells which; a QEMU that is gone takes that with it, and either may have been written last.
 
 use std::path::PathBuf;
 
@@ -36,6 +38,9 @@ pub struct Record {
     pub volumes: Vec<Volume>,
     /// Whether the guest runs, and is stopped for the switch.
     pub stops_guest: bool,
+    /// Whether that is done: who finds it standing still may let it go on.
+    #[serde(default)]
+    pub is_stopped: bool,
     /// How far it is.
     pub point: Point,
 }

@@ -1,19 +1,21 @@
 //! The file or block device that a disk goes to: what it is, whether it may be taken, and making one.
 //!
 //! A volume that anybody uses is not touched. QEMU's own image locks are looked for as well as mounts and other
-//! exclusive holders of block devices.
+//! exclusive holders of block devices. Neither is an image of ours that holds a guest.
 
+use std::fmt::Display;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Seek, SeekFrom};
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt, chown};
 use std::path::{Path, PathBuf};
 
-use dormouse_storage::ByteCount;
+use dormouse_storage::{ByteCount, Image, ImageError, ImageState};
 use rustix::fs::OFlags;
 use serde::{Deserialize, Serialize};
 
 use super::{Format, Wish};
 use crate::error::{Code, Failure};
+use crate::vm::file_identity::FileIdentity;
 
 /// QEMU locks bytes from 100 to 300 of an image: permissions in use, and permissions not shared.
 const QEMU_LOCK_BYTES: std::ops::Range<u64> = 100..300;
@@ -34,6 +36,9 @@ pub struct Target {
     pub create: bool,
     /// The size of a disk on it, in bytes; of one that is made, that of the disk.
     pub size_bytes: u64,
+    /// Which file or block device was looked at; `None` where there is none yet.
+    #[serde(default)]
+    pub identity: Option<FileIdentity>,
 }
 
 /// What has to be known of a disk to find it a target.
@@ -45,8 +50,10 @@ pub struct Need<'a> {
     pub allocated_bytes: Option<u64>,
     /// Whether the host's page cache is passed by.
     pub direct: bool,
+    /// Whether there has to be room for it now.
+    pub wants_room: bool,
     /// The file of the disk, whose owner and mode a new one gets.
-    pub like: Option<&'a Path>,
+    pub like: &'a Path,
 }
 
 impl Target {
@@ -91,6 +98,7 @@ impl Target {
                 format!("{} is in use by {holder}", path.display()),
             ));
         }
+        check_no_guest(path)?;
         let mut file = open(path, is_block_device, need.direct).map_err(at)?;
         let length = file.seek(SeekFrom::End(0)).map_err(at)?;
         // Another handle: what is read this way need not be aligned.
@@ -125,6 +133,7 @@ impl Target {
             is_block_device,
             create: false,
             size_bytes,
+            identity: FileIdentity::of_open(&file),
         };
         target.check_size(need.size_bytes)?;
         if !is_block_device {
@@ -161,6 +170,7 @@ impl Target {
             is_block_device: false,
             create: true,
             size_bytes: need.size_bytes,
+            identity: None,
         })
     }
 
@@ -192,18 +202,15 @@ impl Target {
         (self.format == Format::Raw && self.size_bytes > disk_bytes).then_some(disk_bytes)
     }
 
-    /// Makes the file; a raw one in its size, and empty for QEMU to make an image in.
-    pub fn make(&self, need: Need<'_>) -> Result<(), Failure> {
+    /// Makes the file; a raw one in its size, and empty for QEMU to make an image in. Nothing is left where that fails.
+    pub fn make(&self, need: Need<'_>) -> Result<FileIdentity, Failure> {
         let at = |error: io::Error| {
             Failure::new(
                 Code::StorageIo,
                 format!("cannot make {}: {error}", self.path.display()),
             )
         };
-        let like = need
-            .like
-            .and_then(|path| fs::metadata(path).ok())
-            .filter(fs::Metadata::is_file);
+        let like = fs::metadata(need.like).ok().filter(fs::Metadata::is_file);
         let mode = like.as_ref().map_or(0o600, |like| like.mode() & 0o777);
         let file = OpenOptions::new()
             .write(true)
@@ -211,23 +218,69 @@ impl Target {
             .mode(mode)
             .open(&self.path)
             .map_err(at)?;
+        let made = FileIdentity::of_open(&file);
+        let prepared = self.prepare(&file, need, like.as_ref());
+        match made
+            .ok_or(io::ErrorKind::NotFound.into())
+            .and_then(|made| prepared.map(|()| made))
+        {
+            Ok(made) => Ok(made),
+            Err(error) => {
+                if made.is_some() && FileIdentity::at(&self.path) == made {
+                    // What failed says more.
+                    let _ = fs::remove_file(&self.path);
+                }
+                Err(at(error))
+            }
+        }
+    }
+
+    /// Makes a new file ready for QEMU.
+    fn prepare(&self, file: &File, need: Need<'_>, like: Option<&fs::Metadata>) -> io::Result<()> {
         if let Some(like) = like {
             // Only who may gives files away; then QEMU tells that it cannot open it.
             let _ = chown(&self.path, Some(like.uid()), Some(like.gid()));
         }
         if self.format == Format::Raw {
-            file.set_len(self.size_bytes).map_err(at)?;
+            file.set_len(self.size_bytes)?;
         }
-        file.sync_all().map_err(at)?;
+        file.sync_all()?;
         if let Some(folder) = self.path.parent() {
-            File::open(folder)
-                .and_then(|folder| folder.sync_all())
-                .map_err(at)?;
+            File::open(folder)?.sync_all()?;
         }
         if need.direct {
-            open(&self.path, false, true).map_err(at)?;
+            open(&self.path, false, true)?;
         }
         Ok(())
+    }
+}
+
+/// An image of ours that holds a guest, or may, is not taken, nor one that somebody has in use.
+fn check_no_guest(path: &Path) -> Result<(), Failure> {
+    let refused = |why: &dyn Display| {
+        Err(Failure::new(
+            Code::Refused,
+            format!("{} cannot be taken: {why}", path.display()),
+        ))
+    };
+    match Image::open(path) {
+        // Whoever opens it next tells what the system refuses.
+        Err(ImageError::NotAnImage { .. } | ImageError::DeviceHoldsOther { .. } | ImageError::Io { .. }) => {
+            return Ok(());
+        }
+        Ok(image) if image.state() != ImageState::Consumed => {
+            let name = &image.manifest().vm_name;
+            return refused(&format!(
+                "it holds an image of VM {name}, which would be overwritten"
+            ));
+        }
+        // What was never sealed holds no guest.
+        Ok(_) | Err(ImageError::Torn { .. }) => {}
+        Err(error) => return refused(&error),
+    }
+    match Image::open_locked(path) {
+        Err(error @ ImageError::Locked { .. }) => refused(&error),
+        _ => Ok(()),
     }
 }
 
@@ -269,7 +322,7 @@ fn header(path: &Path) -> io::Result<Vec<u8>> {
 }
 
 /// Who holds a lock of QEMU's on the file, as far as that is told. Such locks belong to open files, and not to processes.
-fn lock_holder(metadata: &fs::Metadata) -> Option<String> {
+pub fn lock_holder(metadata: &fs::Metadata) -> Option<String> {
     let locks = fs::read_to_string("/proc/locks").ok()?;
     locked(&locks, metadata.dev(), metadata.ino())
 }
@@ -294,6 +347,9 @@ fn locked(locks: &str, device: u64, inode: u64) -> Option<String> {
 }
 
 fn check_room(path: &Path, need: Need<'_>, there: u64) -> Result<(), Failure> {
+    if !need.wants_room {
+        return Ok(());
+    }
     let wanted = need
         .allocated_bytes
         .unwrap_or(0)
@@ -376,7 +432,8 @@ mod tests {
             size_bytes,
             allocated_bytes: Some(0),
             direct: false,
-            like: None,
+            wants_room: true,
+            like: Path::new("/nowhere"),
         }
     }
 
@@ -410,10 +467,26 @@ mod tests {
         let failure = Target::examine(&wish(&path), need(512)).unwrap_err();
         assert!(failure.message.contains("`create`"), "{failure}");
         let target = Target::examine(&made, need(512)).unwrap();
-        target.make(need(512)).unwrap();
+        let identity = target.make(need(512)).unwrap();
+        assert_eq!(Some(identity), FileIdentity::at(&path));
         assert_eq!(fs::metadata(&path).unwrap().len(), 512);
         assert_eq!(Target::examine(&made, need(512)).unwrap_err().code, Code::Refused);
         assert_eq!(target.make(need(512)).unwrap_err().code, Code::StorageIo);
+    }
+
+    #[test]
+    fn a_target_that_cannot_be_made_leaves_nothing() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("new");
+        let made = Wish {
+            create: true,
+            ..wish(&path)
+        };
+        // No file system has files of this size.
+        let too_large = need(u64::MAX);
+        let target = Target::examine(&made, too_large).unwrap();
+        assert_eq!(target.make(too_large).unwrap_err().code, Code::StorageIo);
+        assert!(!path.exists());
     }
 
     #[test]

@@ -3,27 +3,28 @@
 //! ```text
 //!  feeding ─► complete      the image is `consumed`, and removed unless it is kept
 //!     ├─► damaged           a chunk cannot be had: all else is fed, the guest stands where it needs that one; the image
-//!     │                     stays `waking`, QEMU is left alone
-//!     └─► lost              QEMU ended or let go: what it had of the guest is gone; the image stays `waking`
+//!     │                     stays `waking`, QEMU is left alone, and ended on demand: it may not be able to by itself
+//!     └─► lost              QEMU ended or let go: what it had of the guest is gone; the image stays `waking`, unless
+//!                           the guest shut itself down, which needs no memory any more
 //! ```
 //!
 //! `waking` is refused by every wake: the guest has run. The file stays, because in all endings but the first it is the
 //! only whole copy of the guest's memory as it was saved.
 
 use std::fs::{self, File};
-use std::io::Write;
+use std::io::{ErrorKind, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use dormouse_storage::feed::{Damage, Fed, FeedError, Told};
-use dormouse_storage::{Image, ImageState};
+use dormouse_storage::{ByteCount, Image, ImageState};
 use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 use uuid::Uuid;
 
-use super::lazy::{Feed, failed};
+use super::lazy::{Feed, code_of, failed};
 use crate::error::{Code, Failure};
 use crate::machine::effect::blocking;
 use crate::vm::process_identity::ProcessIdentity;
@@ -44,11 +45,19 @@ pub struct FeedRecord {
     pub monitor: PathBuf,
     /// Whether the image is kept at the end.
     pub keep_image: bool,
+    /// Whether zero pages need not be fed.
+    #[serde(default)]
+    pub passes_zeros: bool,
 }
 
 impl FeedRecord {
     /// Of a guest fed from `image` in the QEMU `pid`.
-    pub fn of(image: &Image, pid: u32, monitor: &Path, keep_image: bool) -> Result<Self, Failure> {
+    pub fn of(
+        image: &Image,
+        pid: u32,
+        monitor: &Path,
+        (keep_image, passes_zeros): (bool, bool),
+    ) -> Result<Self, Failure> {
         let gone = || Failure::new(Code::Unreachable, "QEMU has ended");
         Ok(Self {
             image: image.path().to_owned(),
@@ -56,12 +65,29 @@ impl FeedRecord {
             qemu: ProcessIdentity::of(pid).ok_or_else(gone)?,
             monitor: monitor.to_owned(),
             keep_image,
+            passes_zeros,
         })
     }
 
     /// That of the VM with this folder, if it is or was being fed.
-    pub fn read(vm_directory: &Path) -> Option<Self> {
-        serde_json::from_slice(&fs::read(vm_directory.join(RECORD)).ok()?).ok()
+    pub fn read(vm_directory: &Path) -> Result<Option<Self>, Failure> {
+        let path = vm_directory.join(RECORD);
+        let cannot = |why: String| {
+            let remedy = "look at its guest's QEMU and image, end what has to end, and remove the record";
+            Failure::new(
+                Code::Operator,
+                format!("the record {} cannot be read: {why}; {remedy}", path.display()),
+            )
+        };
+        match fs::read(&path) {
+            Ok(text) => match serde_json::from_slice(&text) {
+                Ok(record) => Ok(Some(record)),
+                Err(error) => Err(cannot(error.to_string())),
+            },
+            // Nor is a VM where there is a file instead of a folder.
+            Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => Ok(None),
+            Err(error) => Err(cannot(error.to_string())),
+        }
     }
 
     /// Writes it down for good in the VM's folder.
@@ -88,9 +114,18 @@ impl FeedRecord {
     }
 
     /// The guest needs no more feeding.
-    pub fn remove(vm_directory: &Path) {
-        // One that stays is seen to be over by its image.
-        let _ = fs::remove_file(vm_directory.join(RECORD));
+    pub fn remove(vm_directory: &Path) -> Result<(), Failure> {
+        let path = vm_directory.join(RECORD);
+        match fs::remove_file(&path) {
+            Err(error) if error.kind() != ErrorKind::NotFound => Err(Failure::new(
+                Code::StorageIo,
+                format!(
+                    "the guest has all of its memory, and the record of that cannot be removed: {}: {error}",
+                    path.display()
+                ),
+            )),
+            _ => Ok(()),
+        }
     }
 }
 
@@ -113,6 +148,30 @@ pub enum State {
     Complete(Fed),
     /// It will not get all of it.
     Failed(Failure),
+}
+
+/// A guest that did not get all of its memory: why, and the image, which is still held.
+#[derive(Debug)]
+pub struct Unfed {
+    /// Why.
+    pub failure: Failure,
+    /// What was left of the feed.
+    pub left: Left,
+    image: Image,
+    keep_image: bool,
+}
+
+/// A feed that came to no end, for who asks later.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Left {
+    /// The image, which is kept.
+    pub image: PathBuf,
+    /// Its id.
+    pub image_id: Uuid,
+    /// What the guest had of its memory, in bytes.
+    pub fed_bytes: u64,
+    /// All of it, in bytes.
+    pub total_bytes: u64,
 }
 
 /// What others see of a feed.
@@ -145,19 +204,19 @@ impl Feeding {
     }
 
     /// Feeds to the end, and does what is then to be done with the image.
-    pub async fn run(mut self, vm_directory: &Path) -> Result<Fed, Failure> {
-        let outcome = match self.feed.ended().await {
+    pub async fn run(mut self, vm_directory: &Path) -> Result<Fed, Box<Unfed>> {
+        match self.feed.ended().await {
             Ok(fed) => {
                 tracing::info!(?fed, "the guest has all of its memory");
-                if let Err(failure) = used_up(self.image, self.keep_image).await {
-                    // It stays `waking`, which no wake takes either.
+                if let Err(failure) = used_up(self.image, self.keep_image, vm_directory).await {
+                    // It stays `waking`, which no wake takes either, and a recovery sees from QEMU that all is there.
                     tracing::warn!(%failure, "the guest has all of its memory, but its image could not be put away; remove it");
                 }
-                FeedRecord::remove(vm_directory);
+                self.state.send_replace(State::Complete(fed));
                 Ok(fed)
             }
             Err(error) => {
-                let image = self.image.path().display();
+                let image = self.image.path();
                 let more = match &error {
                     FeedError::Damaged { .. } => "the guest stands where it needs it, all else it has",
                     _ => "the guest cannot go on without it",
@@ -165,27 +224,46 @@ impl Feeding {
                 let failure = failed(&error);
                 let failure = Failure {
                     message: format!(
-                        "{}; {more}. The image {image} is kept, marked as waking: its guest has run",
-                        failure.message
+                        "{}; {more}. The image {} is kept, marked as waking: its guest has run",
+                        failure.message,
+                        image.display()
                     ),
                     ..failure
                 };
-                tracing::error!(%failure, "not all of the guest's memory got to it");
-                Err(failure)
+                tracing::warn!(%failure, "the guest did not get all of its memory");
+                self.state.send_replace(State::Failed(failure.clone()));
+                let numbers = self.feed.told.numbers();
+                Err(Box::new(Unfed {
+                    failure,
+                    left: Left {
+                        image: image.to_owned(),
+                        image_id: self.image.id(),
+                        fed_bytes: numbers.fed.0,
+                        total_bytes: numbers.total.0,
+                    },
+                    image: self.image,
+                    keep_image: self.keep_image,
+                }))
             }
-        };
-        self.state.send_replace(match &outcome {
-            Ok(fed) => State::Complete(*fed),
-            Err(failure) => State::Failed(failure.clone()),
-        });
-        outcome
+        }
+    }
+}
+
+impl Unfed {
+    /// The guest shut itself down: what it had not got of its memory it will never need.
+    pub async fn guest_is_off(self, vm_directory: &Path) -> Result<(), Failure> {
+        used_up(self.image, self.keep_image, vm_directory).await
     }
 }
 
 /// The guest needs the image no more.
-pub async fn used_up(mut image: Image, keep: bool) -> Result<(), Failure> {
+///
+/// The record goes between the mark and the image: whoever finds one, and no image, knows that one is missing.
+pub async fn used_up(mut image: Image, keep: bool, vm_directory: &Path) -> Result<(), Failure> {
+    let vm_directory = vm_directory.to_owned();
     blocking(move || {
         image.mark(ImageState::Consumed)?;
+        FeedRecord::remove(&vm_directory)?;
         if !keep {
             image.remove()?;
         }
@@ -204,30 +282,69 @@ impl View {
         )
     }
 
-    /// Since when it goes on.
-    pub fn began(&self) -> Instant {
-        self.began
+    /// How much came in a second, so far or in all, and how long the rest takes at that pace.
+    pub fn pace(&self) -> (ByteCount, Option<Duration>) {
+        let (state, numbers, damage) = self.state();
+        let took = match &state {
+            State::Complete(fed) => fed.took,
+            _ => self.began.elapsed(),
+        };
+        let per_second = numbers.fed.0 as f64 / took.as_secs_f64().max(1e-3);
+        let left = numbers.total.0.saturating_sub(numbers.fed.0) as f64;
+        let comes = state == State::Feeding && damage.is_empty() && per_second >= 1.0;
+        let rest = comes.then(|| Duration::from_secs_f64(left / per_second));
+        (ByteCount(per_second as u64), rest)
+    }
+
+    /// Why the guest stands for good where it needs memory that does not come. Such a QEMU cannot always end by itself: it
+    /// waits for its CPUs first.
+    pub fn failure(&self) -> Option<Failure> {
+        let (state, _, damage) = self.state();
+        match (state, damage.first()) {
+            (State::Complete(_), _) | (State::Feeding, None) => None,
+            (State::Failed(failure), _) => Some(failure),
+            (State::Feeding, Some(first)) => {
+                // What will not come any more says most.
+                let worst = damage.iter().find(|damage| !damage.may_come).unwrap_or(first);
+                let again = if worst.may_come {
+                    "; storage is asked again until it gives it"
+                } else {
+                    ""
+                };
+                Some(Failure::new(
+                    code_of(worst),
+                    format!(
+                        "some of the guest's memory cannot be had, and the guest stands where it needs it: {}{again}",
+                        worst.why
+                    ),
+                ))
+            }
+        }
     }
 
     /// Why the guest's memory cannot be saved yet, or any more.
     pub fn in_the_way(&self) -> Option<Failure> {
-        let (state, numbers, _) = self.state();
-        match state {
-            State::Complete(_) => None,
-            State::Feeding => {
-                let share = numbers.fed.0 as f64 / numbers.total.0.max(1) as f64 * 100.0;
-                Some(Failure::new(
-                    Code::Refused,
-                    format!(
-                        "memory is still coming from the image ({share:.0} % of {} done); try again when it is there",
-                        numbers.total
-                    ),
-                ))
-            }
-            State::Failed(failure) => Some(Failure {
+        if let Some(failure) = self.failure() {
+            return Some(Failure {
                 code: Code::Refused,
                 ..failure.while_doing("not all of the guest's memory is there")
-            }),
+            });
         }
+        let (state, numbers, _) = self.state();
+        if state != State::Feeding {
+            return None;
+        }
+        let again = match self.pace().1 {
+            Some(rest) => format!("in about {} s", rest.as_secs_f64().ceil()),
+            None => "when it is there".to_owned(),
+        };
+        Some(Failure::new(
+            Code::Refused,
+            format!(
+                "memory is still coming from the image ({:.0} % of {} done); try again {again}",
+                numbers.share() * 100.0,
+                numbers.total
+            ),
+        ))
     }
 }

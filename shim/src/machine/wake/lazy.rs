@@ -17,9 +17,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use dormouse_qmp::view::machine::{HumanReadableText, RunState};
-use dormouse_qmp::{Client, command};
-use dormouse_storage::feed::{Fed, FeedError, Feeder, Told};
-use dormouse_storage::{ByteCount, Image, ImageError};
+use dormouse_qmp::{Client, Events, Heard, command};
+use dormouse_storage::feed::{Damage, Fed, FeedError, Feeder, Told};
+use dormouse_storage::{ByteCount, Image};
 use serde_json::json;
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
@@ -65,9 +65,10 @@ pub fn feeder(image: &Image, placed: &[&str], wish: FeedWish) -> Result<Feeder, 
 
 /// Loads the devices and begins to feed. Returns when the machine stands and only has to be told to run.
 pub async fn load(client: &Client, feeder: Feeder) -> Result<Feed, Failure> {
-    let capability = json!({"capabilities": [{"capability": "postcopy-ram", "state": true}]});
+    let mut events = client.events();
+    let capabilities = ["postcopy-ram", "events"].map(|name| json!({"capability": name, "state": true}));
     client
-        .execute_raw("migrate-set-capabilities", capability)
+        .execute_raw("migrate-set-capabilities", json!({"capabilities": capabilities}))
         .await
         .map_err(|error| {
             Failure::new(
@@ -100,7 +101,25 @@ pub async fn load(client: &Client, feeder: Feeder) -> Result<Feed, Failure> {
         ended: None,
     };
     feed.wait_until_loaded(client).await?;
+    if lets_go_without_its_main_loop(&mut events).await {
+        feed.told.pass_zeros();
+    }
     Ok(feed)
+}
+
+/// How QEMU lets go of its memory when all has come. Since 10.2 its main loop does it, which may stand itself for a page
+/// by then that never comes; such a QEMU says that it loads its devices.
+async fn lets_go_without_its_main_loop(events: &mut Events) -> bool {
+    let mut runs = false;
+    // What it has said so far.
+    while let Ok(Heard::Event(event)) = tokio::time::timeout(Duration::ZERO, events.next()).await {
+        match event.data["status"].as_str() {
+            Some("postcopy-device") if event.name == "MIGRATION" => return false,
+            Some("postcopy-active") if event.name == "MIGRATION" => runs = true,
+            _ => {}
+        }
+    }
+    runs
 }
 
 /// Goes on with a guest whose feeder was killed, over a connection that QEMU waits for.
@@ -146,7 +165,7 @@ impl Feed {
         let damaged = async {
             loop {
                 if let Some(damage) = self.told.damage().first() {
-                    return Failure::new(Code::ImageInvalid, damage.why.clone());
+                    return Failure::new(code_of(damage), damage.why.clone());
                 }
                 tokio::time::sleep(POLL).await;
             }
@@ -185,11 +204,20 @@ fn joined(ended: Result<Result<Fed, FeedError>, tokio::task::JoinError>) -> Resu
     ended.unwrap_or_else(|error| Err(FeedError::Mismatch(format!("the feed ended in panic: {error}"))))
 }
 
+/// What memory that cannot be had is to the outside.
+pub fn code_of(damage: &Damage) -> Code {
+    if damage.may_come {
+        Code::StorageIo
+    } else {
+        Code::ImageInvalid
+    }
+}
+
 /// What a feed that failed is to the outside.
 pub fn failed(error: &FeedError) -> Failure {
     let code = match error {
-        FeedError::Image(ImageError::Io { .. }) => Code::StorageIo,
-        FeedError::Image(_) | FeedError::Damaged { .. } => Code::ImageInvalid,
+        FeedError::Image(error) => Code::from(error),
+        FeedError::Damaged { .. } => Code::ImageInvalid,
         FeedError::Mismatch(_) | FeedError::Refused => Code::Refused,
         _ => Code::Unreachable,
     };

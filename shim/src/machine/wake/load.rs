@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use dormouse_qmp::view::migration::MigrationStatus;
-use dormouse_qmp::{Client, command};
+use dormouse_qmp::{Client, CommandError, command};
 use dormouse_storage::{Image, PrecopyError, Progress, Run, WORKER_THREADS};
 
 use crate::error::{Code, Failure};
@@ -23,15 +23,24 @@ const STREAM_FD: &str = "dormouse-wake-stream";
 /// How long QEMU may take to load the devices once it has all of the stream.
 const LOAD_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Loads QEMU from `image`, without the blocks in `except`. The image comes back however it went.
+/// What a load is of.
+#[derive(Debug, Default)]
+pub struct What {
+    /// The blocks that QEMU has without it.
+    pub except: Vec<String>,
+    /// Whether a QEMU that cannot load it is told to stay, if it can; else it does what is its default.
+    pub stay: bool,
+}
+
+/// Loads QEMU from `image`. The image comes back however it went.
 pub async fn load(
     client: &Client,
     image: Image,
-    except: Vec<String>,
+    What { except, stay }: What,
     progress: Arc<Progress>,
     interrupt: &Interrupt,
 ) -> Result<(Image, Result<(), Failure>), Failure> {
-    let stream = match interrupt.or(begin(client)).await {
+    let stream = match interrupt.or(begin(client, stay)).await {
         Ok(stream) => stream,
         Err(failure) => return Ok((image, Err(failure))),
     };
@@ -74,18 +83,26 @@ pub async fn load(
     Ok((image, loaded))
 }
 
-async fn begin(client: &Client) -> Result<UnixStream, Failure> {
+async fn begin(client: &Client, stay: bool) -> Result<UnixStream, Failure> {
     let local = |error| Failure::new(Code::Internal, format!("cannot use a socket: {error}"));
     let stream = monitor::pass_stream(client, STREAM_FD).await?;
     let stream = stream.into_std().map_err(local)?;
     stream.set_nonblocking(false).map_err(local)?;
-    client
-        .execute(&command::migrate_incoming {
-            uri: Some(format!("fd:{STREAM_FD}")),
-            channels: None,
-            exit_on_error: None,
-        })
-        .await?;
+    let incoming = |exit_on_error| command::migrate_incoming {
+        uri: Some(format!("fd:{STREAM_FD}")),
+        channels: None,
+        exit_on_error,
+    };
+    match client.execute(&incoming(stay.then_some(false))).await {
+        // It takes no such argument (it came with QEMU 9.1), and looked at nothing else. To ask its schema takes longer than all
+        // the rest.
+        Err(CommandError::Qemu { desc, .. }) if stay && desc.contains("exit-on-error") => {
+            client.execute(&incoming(None)).await?;
+        }
+        answered => {
+            answered?;
+        }
+    }
     Ok(stream)
 }
 

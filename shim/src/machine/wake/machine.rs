@@ -3,8 +3,11 @@
 //! # What it guarantees
 //!
 //! - The guest is only let run after the image is marked `waking`, so that no second wake can run it again.
-//! - A failure before that leaves the image `sealed` and no QEMU behind.
+//! - A failure before that leaves the image `sealed`, and nothing of the guest in any QEMU: one of ours is ended, one that
+//!   somebody else started is left to its owner.
 //! - Once QEMU may have let the guest run, the image never becomes `sealed` again and QEMU is never killed.
+//! - A QEMU that somebody else started is never killed. So once it has the guest nothing can be undone: there is no cancel
+//!   any more, and on a failure the mark stays until its owner has ended it.
 //!
 //! # States
 //!
@@ -14,6 +17,8 @@
 //!    └───────────┴────────────┴── failed ─┴───────────┴──────────┘          ├─ QEMU refused ─► Abandoning ─► Failed
 //!                                   ▼                                       └─ no answer ─► Uncertain
 //!                               Abandoning ─► Failed
+//!
+//!                                  of a QEMU of others:      Marking ─ failed ─► Uncertain ◄─ QEMU refused ─ Resuming
 //! ```
 
 use serde::{Deserialize, Serialize};
@@ -49,6 +54,15 @@ pub enum Phase {
     Uncertain,
 }
 
+/// Whose QEMU the guest is woken in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Owner {
+    /// It is started for this.
+    Ours,
+    /// Somebody else started it, and ends it.
+    Others,
+}
+
 /// What happened.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Input {
@@ -67,7 +81,7 @@ pub enum Effect {
     Open,
     /// Make RAM.
     Prepare,
-    /// Start QEMU.
+    /// Start QEMU, or see that one of others waits for an image.
     Start,
     /// Compare machine and disks.
     Check,
@@ -79,10 +93,13 @@ pub enum Effect {
     Resume,
     /// Mark the image as used.
     Consume,
-    /// End QEMU; `unmark` tells whether the image is marked and has to be sealed again.
+    /// End a QEMU of ours, or see that one of others has nothing of the guest; `unmark` tells whether the image is marked
+    /// and has to be sealed again.
     Abandon {
         /// Whether it is.
         unmark: bool,
+        /// Whose QEMU it is.
+        qemu: Owner,
     },
     /// End the effect under way as soon as it can be ended.
     Interrupt,
@@ -91,15 +108,17 @@ pub enum Effect {
 /// A wake.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Machine {
+    qemu: Owner,
     phase: Phase,
     failure: Option<Failure>,
 }
 
 impl Machine {
     /// A wake that has not begun, and its first effect.
-    pub fn begin() -> (Self, Effect) {
+    pub fn begin(qemu: Owner) -> (Self, Effect) {
         (
             Self {
+                qemu,
                 phase: Phase::Opening,
                 failure: None,
             },
@@ -127,15 +146,15 @@ impl Machine {
             Input::Done => self.advance(),
             Input::Failed(failure) => self.failed(failure),
             Input::CancelRequested => {
-                let can_be = matches!(
-                    self.phase,
+                let can_be = match self.phase {
                     Phase::Opening
-                        | Phase::Preparing
-                        | Phase::Starting
-                        | Phase::Checking
-                        | Phase::Loading
-                        | Phase::Marking
-                );
+                    | Phase::Preparing
+                    | Phase::Starting
+                    | Phase::Checking
+                    | Phase::Loading => true,
+                    Phase::Marking => self.qemu == Owner::Ours,
+                    _ => false,
+                };
                 (can_be && self.failure.is_none()).then(|| {
                     self.failure = Some(Failure::new(Code::Cancelled, "cancelled on request"));
                     Effect::Interrupt
@@ -145,11 +164,14 @@ impl Machine {
     }
 
     fn advance(&mut self) -> Option<Effect> {
+        if self.phase == Phase::Loading && self.qemu == Owner::Others {
+            // A cancel came too late: QEMU has the guest.
+            self.failure = None;
+        }
         if self.failure.is_some() && self.phase != Phase::Abandoning {
             // A cancel came while this effect ended well: in Marking the mark is on the image.
             let unmark = self.phase == Phase::Marking;
-            self.phase = Phase::Abandoning;
-            return Some(Effect::Abandon { unmark });
+            return Some(self.abandon(unmark));
         }
         let (phase, effect) = match self.phase {
             Phase::Opening => (Phase::Preparing, Some(Effect::Prepare)),
@@ -175,8 +197,11 @@ impl Machine {
 
     fn failed(&mut self, failure: Failure) -> Option<Effect> {
         let unmark = match self.phase {
-            Phase::Resuming if failure.code != Code::Refused => {
-                // QEMU did not answer: it may have let the guest run.
+            // Where QEMU did not answer it may have let the guest run. One of others has the guest in any case.
+            Phase::Marking | Phase::Resuming
+                if self.qemu == Owner::Others
+                    || self.phase == Phase::Resuming && failure.code != Code::Refused =>
+            {
                 self.failure = Some(Failure {
                     code: Code::Operator,
                     ..failure
@@ -208,8 +233,13 @@ impl Machine {
             _ => false,
         };
         self.failure.get_or_insert(failure);
+        Some(self.abandon(unmark))
+    }
+
+    fn abandon(&mut self, unmark: bool) -> Effect {
         self.phase = Phase::Abandoning;
-        Some(Effect::Abandon { unmark })
+        let qemu = self.qemu;
+        Effect::Abandon { unmark, qemu }
     }
 }
 
@@ -218,11 +248,20 @@ mod tests {
     use super::*;
 
     fn machine_in(phase: Phase) -> Machine {
-        let (mut machine, _) = Machine::begin();
+        machine_of(Owner::Ours, phase)
+    }
+
+    fn machine_of(qemu: Owner, phase: Phase) -> Machine {
+        let (mut machine, _) = Machine::begin(qemu);
         while machine.phase() != phase {
             machine.step(Input::Done);
         }
         machine
+    }
+
+    fn abandoned(unmark: bool) -> Effect {
+        let qemu = Owner::Ours;
+        Effect::Abandon { unmark, qemu }
     }
 
     fn broken(code: Code) -> Failure {
@@ -231,7 +270,7 @@ mod tests {
 
     #[test]
     fn undisturbed_the_image_is_marked_before_the_guest_runs_and_used_after() {
-        let (mut machine, first) = Machine::begin();
+        let (mut machine, first) = Machine::begin(Owner::Ours);
         let mut effects = vec![first];
         while let Some(effect) = machine.step(Input::Done) {
             effects.push(effect);
@@ -258,7 +297,7 @@ mod tests {
             let mut machine = machine_in(phase);
             assert_eq!(
                 machine.step(Input::Failed(broken(Code::StorageIo))),
-                Some(Effect::Abandon { unmark }),
+                Some(abandoned(unmark)),
                 "{phase:?}"
             );
             machine.step(Input::Done);
@@ -274,7 +313,7 @@ mod tests {
         let mut machine = machine_in(Phase::Resuming);
         assert_eq!(
             machine.step(Input::Failed(broken(Code::Refused))),
-            Some(Effect::Abandon { unmark: true })
+            Some(abandoned(true))
         );
     }
 
@@ -297,17 +336,50 @@ mod tests {
         for phase in [Opening, Preparing, Starting, Checking, Loading, Marking] {
             let mut machine = machine_in(phase);
             assert_eq!(machine.step(Input::CancelRequested), Some(Effect::Interrupt));
-            assert_eq!(
-                machine.step(Input::Done),
-                Some(Effect::Abandon {
-                    unmark: phase == Marking
-                })
-            );
+            assert_eq!(machine.step(Input::Done), Some(abandoned(phase == Marking)));
             machine.step(Input::Done);
             assert_eq!(machine.failure().unwrap().code, Code::Cancelled);
         }
         for phase in [Resuming, Consuming] {
             assert_eq!(machine_in(phase).step(Input::CancelRequested), None);
         }
+    }
+
+    #[test]
+    fn a_qemu_of_others_that_does_not_have_the_guest_yet_is_left_and_the_image_stays_sealed() {
+        use Phase::*;
+        for phase in [Opening, Preparing, Starting, Checking, Loading] {
+            let mut machine = machine_of(Owner::Others, phase);
+            let left = Effect::Abandon {
+                unmark: false,
+                qemu: Owner::Others,
+            };
+            assert_eq!(
+                machine.step(Input::Failed(broken(Code::Refused))),
+                Some(left),
+                "{phase:?}"
+            );
+            machine.step(Input::Done);
+            assert_eq!(machine.phase(), Failed);
+        }
+    }
+
+    #[test]
+    fn once_a_qemu_of_others_has_the_guest_there_is_no_way_back() {
+        use Phase::*;
+        for phase in [Marking, Resuming] {
+            let mut machine = machine_of(Owner::Others, phase);
+            assert_eq!(machine.step(Input::CancelRequested), None);
+            assert_eq!(machine.step(Input::Failed(broken(Code::Refused))), None);
+            assert_eq!(machine.phase(), Uncertain);
+            assert_eq!(machine.failure().unwrap().code, Code::Operator);
+        }
+        let mut machine = machine_of(Owner::Others, Loading);
+        assert_eq!(machine.step(Input::CancelRequested), Some(Effect::Interrupt));
+        assert_eq!(machine.step(Input::Done), Some(Effect::Mark), "it came too late");
+        machine.step(Input::Done);
+        machine.step(Input::Done);
+        machine.step(Input::Done);
+        assert_eq!((machine.phase(), machine.failure()), (Awake, None));
     }
 }

@@ -5,7 +5,7 @@
 
 use proptest::prelude::*;
 
-use super::machine::{Effect, Input, Machine, Phase};
+use super::machine::{Effect, Input, Machine, Owner, Phase};
 use crate::error::{Code, Failure, GuestState};
 
 fn broken(code: Code) -> Failure {
@@ -44,6 +44,9 @@ enum Mark {
 
 #[derive(Debug)]
 struct World {
+    qemu: Owner,
+    /// Whether QEMU has loaded the guest.
+    is_loaded: bool,
     under_way: Option<Effect>,
     mark: Mark,
     may_have_run: bool,
@@ -57,8 +60,12 @@ impl World {
         assert_eq!(self.under_way, None, "{effect:?} is asked for beside another");
         assert!(!self.is_abandoned, "{effect:?} after QEMU was ended");
         match effect {
-            Effect::Abandon { unmark } => {
+            Effect::Abandon { unmark, qemu } => {
+                assert_eq!(qemu, self.qemu);
                 assert!(!self.may_have_run, "a QEMU is ended whose guest may have run");
+                if qemu == Owner::Others {
+                    assert!(!self.is_loaded, "a guest is left in a QEMU beside its image");
+                }
                 assert_eq!(unmark, self.mark != Mark::Sealed, "the image is {:?}", self.mark);
                 assert!(self.reason.is_some());
             }
@@ -81,6 +88,18 @@ impl World {
     fn end(&mut self, failed: Option<Code>) -> Input {
         let effect = self.under_way.take().expect("an effect is under way");
         match (effect, failed) {
+            (Effect::Load, None) => {
+                self.is_loaded = true;
+                if self.qemu == Owner::Others {
+                    // A cancel came too late.
+                    self.reason = None;
+                }
+            }
+            (Effect::Mark, Some(_)) if self.qemu == Owner::Others => {
+                self.mark = Mark::Either;
+                self.is_doubtful = true;
+            }
+            (Effect::Resume, Some(_)) if self.qemu == Owner::Others => self.is_doubtful = true,
             (Effect::Mark, None) => self.mark = Mark::Waking,
             (Effect::Mark, Some(_)) => self.mark = Mark::Either,
             (Effect::Resume, Some(Code::Refused)) => self.may_have_run = false,
@@ -126,6 +145,7 @@ impl World {
                     Some(Code::Operator)
                 );
                 assert!(!self.may_have_run || self.mark == Mark::Waking);
+                assert!(!self.is_abandoned || !self.is_loaded || self.qemu == Owner::Ours);
             }
             phase => panic!("{phase:?} is no end"),
         }
@@ -136,9 +156,11 @@ fn is_over(machine: &Machine) -> bool {
     matches!(machine.phase(), Phase::Awake | Phase::Failed | Phase::Uncertain)
 }
 
-fn live(happenings: &[Happening]) -> Machine {
-    let (mut machine, first) = Machine::begin();
+fn live(qemu: Owner, happenings: &[Happening]) -> Machine {
+    let (mut machine, first) = Machine::begin(qemu);
     let mut world = World {
+        qemu,
+        is_loaded: false,
         under_way: None,
         mark: Mark::Sealed,
         may_have_run: false,
@@ -181,11 +203,13 @@ proptest! {
 
     #[test]
     fn whatever_happens_the_guest_runs_once_at_most(happenings in prop::collection::vec(happening(), 0..40)) {
-        let machine = live(&happenings);
-        for input in inputs() {
-            let mut again = machine.clone();
-            prop_assert_eq!(again.step(input), None);
-            prop_assert_eq!(&again, &machine);
+        for qemu in [Owner::Ours, Owner::Others] {
+            let machine = live(qemu, &happenings);
+            for input in inputs() {
+                let mut again = machine.clone();
+                prop_assert_eq!(again.step(input), None);
+                prop_assert_eq!(&again, &machine);
+            }
         }
     }
 }
@@ -201,7 +225,7 @@ fn inputs() -> [Input; 4] {
 }
 
 fn machine_in(phase: Phase) -> Machine {
-    let (mut machine, _) = Machine::begin();
+    let (mut machine, _) = Machine::begin(Owner::Ours);
     match phase {
         Phase::Abandoning | Phase::Failed | Phase::Uncertain => {
             machine.step(Input::Failed(broken(Code::StorageIo)));
@@ -228,7 +252,8 @@ fn every_input_in_every_phase_does_what_the_table_says() {
         Abandoning, Awake, Checking, Consuming, Failed, Loading, Marking, Opening, Preparing, Resuming,
         Starting, Uncertain,
     };
-    let abandons = |unmark| (Abandoning, Some(Effect::Abandon { unmark }));
+    let qemu = Owner::Ours;
+    let abandons = |unmark| (Abandoning, Some(Effect::Abandon { unmark, qemu }));
     let told = |phase| (phase, Some(Interrupt));
     let stays = |phase| (phase, None);
     // In the order of the inputs: done, refused, no answer, cancel.

@@ -15,6 +15,7 @@ pub mod record;
 pub mod resume;
 pub mod runner;
 pub mod snapshot;
+pub mod take_over;
 
 use std::path::PathBuf;
 

@@ -15,6 +15,9 @@ use crate::vm::command_line::{CommandLine, CommandLineError, MemoryBackend, Plac
 use crate::vm::disks;
 use crate::vm::own_memory::{self, OwnMemory};
 
+/// Why a guest does not run before its RAM is there in a QEMU that somebody else started: nobody would feed it then.
+pub const NOT_FED: &str = "its QEMU is not Dormouse's own, and nobody would stay to feed it";
+
 /// A wake that can be tried.
 #[derive(Debug)]
 pub struct Plan {
@@ -52,7 +55,9 @@ pub fn check_state(image: &Image) -> Result<(), Failure> {
         ImageState::Writing => format!("{path} was never completed"),
         ImageState::Waking => {
             format!(
-                "{path} is being woken, or its wake ended in between: its guest may have run since, which `dormouse recover` finds out"
+                "{path} is being woken, or its wake ended in between: its guest may have run since, which `dormouse recover` finds \
+                 out. Where that finds nothing its guest has run; what is in it can be exported, or given up with `dormouse \
+                 image discard`"
             )
         }
         ImageState::Consumed => {
@@ -65,32 +70,122 @@ pub fn check_state(image: &Image) -> Result<(), Failure> {
 /// Decides everything that can be decided without starting the guest's QEMU. `scratch`: a folder for a socket.
 pub async fn plan(image: &Image, request: &Request, scratch: &Path) -> Result<Plan, Failure> {
     let manifest = image.manifest();
-    let recorded = manifest.command_line.as_ref().ok_or_else(|| {
-        Failure::new(
-            Code::Refused,
-            "the image does not say how its guest was started; import it again, with the QEMU command line after `--`".to_owned(),
-        )
-    })?;
-    let directory = manifest
-        .working_directory
-        .clone()
-        .unwrap_or_else(|| PathBuf::from("/"));
-    let (on, recorded) = put_in_place(&manifest.disks, recorded, &directory, &request.other_disks)?;
+    let recorded = Recorded::of(manifest, request)?;
+    let forced = check_disks(manifest, &recorded.disks, request)?;
+    let line = recorded.line(manifest, &request.changes)?;
+    let abilities = abilities(manifest, line.program(), scratch).await?;
+    let plan = lay_out(
+        image,
+        request,
+        (recorded, line),
+        abilities,
+        // QEMU opens /dev/userfaultfd since the version that brought offset=, and no command tells the one.
+        feed::check_possible(abilities.0),
+    )?;
+    Ok(Plan {
+        forced_disks: forced.into_iter().collect(),
+        ..plan
+    })
+}
+
+/// The plan for a QEMU that a launcher starts itself, by the image alone: disks may not be there yet, and the binary may be
+/// another. What the recorded QEMU could do each later one can.
+pub fn plan_for_launcher(image: &Image, request: &Request) -> Result<Plan, Failure> {
+    let manifest = image.manifest();
+    let recorded = Recorded::of(manifest, request)?;
+    let line = recorded.line(manifest, &request.changes)?;
+    let abilities = (
+        manifest.qemu.memory_backend_offset,
+        manifest.qemu.memory_backend_rom,
+    );
+    lay_out(
+        image,
+        request,
+        (recorded, line),
+        abilities,
+        Err(NOT_FED.to_owned()),
+    )
+}
+
+/// The plan for a QEMU that a launcher has started. How RAM comes back is settled when it is seen.
+pub fn plan_to_take_over(image: &Image, request: &Request) -> Result<Plan, Failure> {
+    // Where its memory is may be the launcher's own idea, so a wish is judged by that.
+    let mode = request.mode.filter(|mode| *mode == Mode::Lazy);
+    let by_the_image = Request {
+        mode,
+        ..request.clone()
+    };
+    let plan = plan_for_launcher(image, &by_the_image)?;
+    let forced = check_disks(image.manifest(), &plan.disks, request)?;
+    Ok(Plan {
+        forced_disks: forced.into_iter().collect(),
+        ..plan
+    })
+}
+
+/// Compares the disks' files with what they were at the save. Returns what differs and was let through.
+fn check_disks(manifest: &Manifest, on: &[Disk], request: &Request) -> Result<Option<String>, Failure> {
     if !request.disks_as_saved {
-        snapshot::check_disks_apart(manifest, &on)?;
+        snapshot::check_disks_apart(manifest, on)?;
     }
-    let forced = unless_forced(disks::check_unchanged(&on), request.force_disks)?;
-    let refused =
-        |error: CommandLineError| Failure::new(Code::Refused, format!("the recorded command line: {error}"));
-    let line = CommandLine::parse(&recorded).map_err(refused)?;
-    guard::check_line(manifest, &line, &request.changes).map_err(|error| match error {
-        CheckLineError::Differs(failure) => failure,
-        CheckLineError::Line(error) => Failure::new(
-            Code::Usage,
-            format!("QEMU's command line with its changes: {error}"),
-        ),
-    })?;
-    let (offset_property, rom_property) = abilities(manifest, line.program(), scratch).await?;
+    unless_forced(disks::check_unchanged(on), request.force_disks)
+}
+
+/// The recorded machine, with disks that lie elsewhere where they are.
+struct Recorded {
+    command_line: Vec<String>,
+    directory: PathBuf,
+    disks: Vec<Disk>,
+}
+
+impl Recorded {
+    fn of(manifest: &Manifest, request: &Request) -> Result<Self, Failure> {
+        let recorded = manifest.command_line.as_ref().ok_or_else(|| {
+            Failure::new(
+                Code::Refused,
+                "the image does not say how its guest was started; import it again, with the QEMU command line after `--`"
+                    .to_owned(),
+            )
+        })?;
+        let directory = manifest
+            .working_directory
+            .clone()
+            .unwrap_or_else(|| PathBuf::from("/"));
+        let (disks, command_line) =
+            put_in_place(&manifest.disks, recorded, &directory, &request.other_disks)?;
+        Ok(Self {
+            command_line,
+            directory,
+            disks,
+        })
+    }
+
+    /// The command line, which has to make the machine that was saved.
+    fn line(&self, manifest: &Manifest, changes: &[String]) -> Result<CommandLine, Failure> {
+        let line = CommandLine::parse(&self.command_line).map_err(unusable)?;
+        guard::check_line(manifest, &line, changes).map_err(|error| match error {
+            CheckLineError::Differs(failure) => failure,
+            CheckLineError::Line(error) => Failure::new(
+                Code::Usage,
+                format!("QEMU's command line with its changes: {error}"),
+            ),
+        })?;
+        Ok(line)
+    }
+}
+
+fn unusable(error: CommandLineError) -> Failure {
+    Failure::new(Code::Refused, format!("the recorded command line: {error}"))
+}
+
+fn lay_out(
+    image: &Image,
+    request: &Request,
+    (recorded, line): (Recorded, CommandLine),
+    (offset_property, rom_property): (bool, bool),
+    feeding: Result<(), String>,
+) -> Result<Plan, Failure> {
+    let manifest = image.manifest();
     let main_ram = manifest.machine_default_ram_id.clone().unwrap_or_default();
     if main_ram.is_empty() && !line.names_main_memory() {
         return Err(Failure::new(
@@ -107,23 +202,20 @@ pub async fn plan(image: &Image, request: &Request, scratch: &Path) -> Result<Pl
                 format!("the changes to QEMU's command line: {error}"),
             )
         })?;
-    let own = own_memory::of(&line, &main_ram, &directory).map_err(refused)?;
+    let own = own_memory::of(&line, &main_ram, &recorded.directory).map_err(unusable)?;
     let facts = choice::Facts {
         image: image.check_mappable(),
         offset_property,
         version: &manifest.qemu.version,
         shares_memory: line.shares_memory(),
-        feeding: feed::check_possible(),
+        feeding,
         own: &own,
     };
     let Choice { mode, passed_over } = choice::choose(request.mode, &facts)?;
     for why in &passed_over {
         tracing::info!("{why}");
     }
-    let placed = match mode {
-        Mode::Stream => Vec::new(),
-        Mode::Map | Mode::Lazy | Mode::Eager => placed_blocks(manifest),
-    };
+    let placed = placed_in(mode, manifest);
     Ok(Plan {
         mode,
         passed_over,
@@ -131,12 +223,12 @@ pub async fn plan(image: &Image, request: &Request, scratch: &Path) -> Result<Pl
         line,
         main_ram,
         rom_property,
-        directory,
-        recorded,
-        disks: on,
+        directory: recorded.directory,
+        recorded: recorded.command_line,
+        disks: recorded.disks,
         placed,
         was_running: manifest.guest.state_when_saved == SavedState::Running,
-        forced_disks: forced.into_iter().collect(),
+        forced_disks: Vec::new(),
     })
 }
 
@@ -172,9 +264,13 @@ impl Plan {
                 rom_property: self.rom_property,
             },
         };
-        self.line
-            .with_memory(&self.main_ram, place)
-            .map_err(|error| Failure::new(Code::Refused, format!("the recorded command line: {error}")))
+        self.line.with_memory(&self.main_ram, place).map_err(unusable)
+    }
+
+    /// RAM comes back in another way than was planned.
+    pub fn settle_mode(&mut self, image: &Image, mode: Mode) {
+        self.mode = mode;
+        self.placed = placed_in(mode, image.manifest());
     }
 
     /// How much RAM the placed blocks are.
@@ -193,6 +289,13 @@ impl Plan {
 
     fn is_own(&self, name: &str) -> bool {
         self.own.iter().any(|own| own.id == name)
+    }
+}
+
+fn placed_in(mode: Mode, manifest: &Manifest) -> Vec<(String, ByteCount)> {
+    match mode {
+        Mode::Stream => Vec::new(),
+        Mode::Map | Mode::Lazy | Mode::Eager => placed_blocks(manifest),
     }
 }
 

@@ -40,6 +40,9 @@ pub struct Record {
     pub shall_run: bool,
     /// Whether it is fed from the image while it runs.
     pub is_fed: bool,
+    /// Whether somebody else started QEMU, and has to end it.
+    #[serde(default)]
+    pub is_of_others: bool,
     /// How far it is.
     pub point: Point,
 }
@@ -55,7 +58,7 @@ pub enum Point {
 }
 
 impl Written for Record {
-    const FORM: u32 = 1;
+    const FORM: u32 = 2;
 
     fn operation(&self) -> Uuid {
         self.operation

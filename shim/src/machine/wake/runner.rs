@@ -1,4 +1,6 @@
-//! Acts for the wake's machine.
+//! Acts for the wake's machine; `others.rs` is what it does with a QEMU that somebody else started.
+
+mod others;
 
 use std::path::Path;
 use std::pin::pin;
@@ -15,18 +17,19 @@ use super::feeding::FeedRecord;
 use super::follow_up::{FollowUp, follow_up};
 use super::guard;
 use super::lazy::{self, Feed};
-use super::load::load;
-use super::machine::{Effect, Input, Machine, Phase};
-use super::plan::{Plan, check_state, plan, unless_forced};
+use super::load::{What, load};
+use super::machine::{Effect, Input, Machine, Owner, Phase};
+use super::plan::{Plan, check_state, plan, plan_to_take_over, unless_forced};
 use super::record::{Point, Record};
+use super::take_over::{Qemu, Waiting};
 use super::{Mode, Report, Request, resume};
 use crate::error::{Code, Failure, sentence};
 use crate::journal::{Journal, Written};
 use crate::machine::effect::{blocking, milliseconds, out_of_order};
 use crate::machine::interrupt::Interrupt;
 use crate::vm::disks;
-use crate::vm::monitor::{self, wait_for_run_state};
-use crate::vm::process::{QemuProcess, StartingQemu};
+use crate::vm::monitor::{self, MigrationSettings, wait_for_run_state};
+use crate::vm::process::StartingQemu;
 use crate::vm::process_identity::ProcessIdentity;
 use crate::vm::ram_home::{Pages, RamHome};
 
@@ -46,6 +49,8 @@ pub struct Surroundings<'a> {
     pub vm_name: &'a str,
     /// Told of QEMU's process as soon as there is one, and how the guest is started from now on.
     pub started: &'a Started<'a>,
+    /// The QEMU of others that the guest is woken in; without it one is started.
+    pub others: Option<Waiting>,
 }
 
 /// Takes a process and a command line, and notes them where they outlive us.
@@ -55,7 +60,7 @@ pub type Started<'a> = dyn Fn(u32, &[String]) -> Result<(), Failure> + Sync + 'a
 #[derive(Debug)]
 pub struct Woken {
     /// Its QEMU.
-    pub qemu: QemuProcess,
+    pub qemu: Qemu,
     /// The pages of its RAM, where that is in shared files.
     pub pages: Option<Pages>,
     /// The image, still locked. A mapped image must not change while the guest lives.
@@ -75,8 +80,12 @@ pub async fn wake(
     told: watch::Sender<Phase>,
     mut cancels: mpsc::Receiver<()>,
 ) -> Result<Woken, Failure> {
+    let owner = match surroundings.others {
+        None => Owner::Ours,
+        Some(_) => Owner::Others,
+    };
     let mut work = Work::new(request, surroundings);
-    let (mut machine, first) = Machine::begin();
+    let (mut machine, first) = Machine::begin(owner);
     let mut next = Some(first);
     while let Some(effect) = next {
         let phase = machine.phase();
@@ -122,7 +131,10 @@ struct Work<'a> {
     plan: Option<Plan>,
     ram: Option<RamHome>,
     pages: Option<Pages>,
-    qemu: Option<QemuProcess>,
+    qemu: Option<Qemu>,
+    /// Of a QEMU of others: what was set for the load, and whether that was begun.
+    settings: Option<MigrationSettings>,
+    is_load_begun: bool,
     feed: Option<Feed>,
     /// This wake's id.
     operation: Uuid,
@@ -144,6 +156,8 @@ impl<'a> Work<'a> {
             ram: None,
             pages: None,
             qemu: None,
+            settings: None,
+            is_load_begun: false,
             feed: None,
             operation: Uuid::new_v4(),
             journal: None,
@@ -159,9 +173,10 @@ impl<'a> Work<'a> {
         // Only as long as its guest has surely not run does the way in which QEMU ended explain everything.
         let explains = matches!(effect, Effect::Check | Effect::Load | Effect::Mark);
         match (outcome, &mut self.qemu) {
-            (Err(failure), Some(qemu)) if explains && failure.code == Code::Unreachable => {
+            (Err(failure), Some(Qemu::Ours(qemu))) if explains && failure.code == Code::Unreachable => {
                 Err(qemu.why_gone(failure).await)
             }
+            (Err(failure), Some(Qemu::Others(_))) => Err(self.failed_in_others(effect, failure).await),
             (outcome, _) => outcome,
         }
     }
@@ -170,11 +185,18 @@ impl<'a> Work<'a> {
         let interrupt = self.interrupt.clone();
         match effect {
             Effect::Open => self.open().await,
+            Effect::Prepare if self.surroundings.others.is_some() => Ok(()),
             Effect::Prepare => self.prepare().await,
+            Effect::Start if self.surroundings.others.is_some() => self.take_others().await,
             Effect::Start => interrupt.or(self.start()).await,
             Effect::Check => interrupt.or(self.check()).await,
             Effect::Load if self.is_lazy() => interrupt.or(self.load_lazily()).await,
-            Effect::Load => self.load().await,
+            Effect::Load => {
+                self.prepare_others().await?;
+                self.load().await?;
+                self.put_settings_back().await;
+                Ok(())
+            }
             Effect::Mark => {
                 self.record_feed()?;
                 self.mark_waking().await
@@ -184,9 +206,13 @@ impl<'a> Work<'a> {
             Effect::Consume if self.is_lazy() => self.end_journal().await,
             Effect::Consume => {
                 self.mark(ImageState::Consumed).await?;
+                self.pin().await;
                 self.end_journal().await
             }
-            Effect::Abandon { unmark } => self.abandon(unmark).await,
+            Effect::Abandon {
+                qemu: Owner::Others, ..
+            } => self.leave().await,
+            Effect::Abandon { unmark, .. } => self.abandon(unmark).await,
             Effect::Interrupt => Ok(()),
         }
     }
@@ -207,7 +233,10 @@ impl<'a> Work<'a> {
             Ok(image)
         })
         .await?;
-        self.plan = Some(plan(&image, &self.request, self.surroundings.vm_directory).await?);
+        self.plan = Some(match self.surroundings.others {
+            None => plan(&image, &self.request, self.surroundings.vm_directory).await?,
+            Some(_) => plan_to_take_over(&image, &self.request)?,
+        });
         self.image = Some(image);
         Ok(())
     }
@@ -274,7 +303,7 @@ impl<'a> Work<'a> {
         let starting = StartingQemu::spawn(&line, &plan.directory, self.surroundings.monitor_socket)?;
         // From its first instant on there is a record of it, or a guard that ends it.
         (self.surroundings.started)(starting.pid().unwrap_or_default(), &self.command_line()?)?;
-        self.qemu = Some(starting.ready().await?);
+        self.qemu = Some(Qemu::Ours(starting.ready().await?));
         self.qemu_started = Some(started);
         // QEMU has opened its RAM: the names are not needed any more.
         self.pages = self.ram.take().map(|ram| ram.pages());
@@ -282,11 +311,22 @@ impl<'a> Work<'a> {
     }
 
     async fn check(&mut self) -> Result<(), Failure> {
+        if let (Some(Qemu::Others(waiting)), Some(plan), Some(image)) =
+            (&self.qemu, &mut self.plan, &self.image)
+        {
+            waiting.check(image, plan, &self.request).await?;
+        }
         let (plan, image) = self.planned()?;
-        let client = self.qemu()?.client();
-        guard::check_machine(image.manifest(), client).await?;
+        let qemu = self.qemu()?;
+        let client = qemu.client();
+        if let Qemu::Ours(_) = qemu {
+            guard::check_machine(image.manifest(), client).await?;
+        }
         let present = disks::present(client, &plan.directory).await?;
-        let compared = disks::check_same(&plan.disks, &present);
+        let compared = disks::check_same(&plan.disks, &present).and_then(|()| match qemu {
+            Qemu::Ours(_) => Ok(()),
+            Qemu::Others(waiting) => waiting.check_open_files(&plan.disks),
+        });
         let forced = unless_forced(compared, self.request.force_disks)?;
         if let Some(plan) = &mut self.plan {
             plan.forced_disks.extend(forced);
@@ -306,7 +346,12 @@ impl<'a> Work<'a> {
         };
         let client = self.qemu()?.client().clone();
         let image = self.image.take().ok_or_else(out_of_order)?;
-        let (image, loaded) = load(&client, image, except, progress, &self.interrupt).await?;
+        let what = What {
+            except,
+            stay: matches!(self.qemu, Some(Qemu::Others(_))),
+        };
+        self.is_load_begun = true;
+        let (image, loaded) = load(&client, image, what, progress, &self.interrupt).await?;
         self.image = Some(image);
         loaded?;
         self.interrupt
@@ -332,12 +377,13 @@ impl<'a> Work<'a> {
             return Ok(());
         }
         let (_, image) = self.planned()?;
-        let pid = self.qemu()?.pid().unwrap_or_default();
+        let pid = self.qemu()?.pid();
+        let passes_zeros = self.feed.as_ref().is_some_and(|feed| feed.told.passes_zeros());
         FeedRecord::of(
             image,
             pid,
             self.surroundings.monitor_socket,
-            self.request.feed.keep_image,
+            (self.request.feed.keep_image, passes_zeros),
         )?
         .write(self.surroundings.vm_directory)
     }
@@ -358,7 +404,9 @@ impl<'a> Work<'a> {
     }
 
     async fn mark_waking(&mut self) -> Result<(), Failure> {
-        self.begin_journal().await?;
+        if self.journal.is_none() {
+            self.begin_journal().await?;
+        }
         if let Some(image) = &mut self.image {
             image.set_note(WakeNote {
                 wake: self.operation,
@@ -377,7 +425,7 @@ impl<'a> Work<'a> {
 
     async fn begin_journal(&mut self) -> Result<(), Failure> {
         let (_, image) = self.planned()?;
-        let pid = self.qemu()?.pid().unwrap_or_default();
+        let pid = self.qemu()?.pid();
         let gone = || Failure::new(Code::Unreachable, "QEMU has ended");
         let record = Record {
             form: Record::FORM,
@@ -389,6 +437,7 @@ impl<'a> Work<'a> {
             qemu: ProcessIdentity::of(pid).ok_or_else(gone)?,
             shall_run: self.shall_run(),
             is_fed: self.is_lazy(),
+            is_of_others: matches!(self.qemu, Some(Qemu::Others(_))),
             point: Point::Marked,
         };
         let folder = self.surroundings.wakes.to_owned();
@@ -446,8 +495,7 @@ impl<'a> Work<'a> {
 
     async fn follow_up(&mut self) {
         if let Some(qemu) = &self.qemu {
-            let pid = qemu.pid().unwrap_or_default();
-            self.follow_up = follow_up(qemu.client(), pid, self.shall_run()).await;
+            self.follow_up = follow_up(qemu.client(), qemu.pid(), self.shall_run()).await;
         }
     }
 
@@ -456,7 +504,7 @@ impl<'a> Work<'a> {
             // The guest has surely not run. Not written down, a person would have to look, were we killed now.
             let _ = self.advance(Point::Marked).await;
         }
-        if let Some(mut qemu) = self.qemu.take() {
+        if let Some(Qemu::Ours(mut qemu)) = self.qemu.take() {
             qemu.kill().await?;
         }
         self.ram = None;
@@ -478,7 +526,7 @@ impl<'a> Work<'a> {
             .ok_or_else(out_of_order)
     }
 
-    fn qemu(&self) -> Result<&QemuProcess, Failure> {
+    fn qemu(&self) -> Result<&Qemu, Failure> {
         self.qemu.as_ref().ok_or_else(out_of_order)
     }
 

@@ -15,14 +15,13 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::AtomicBool;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use dormouse_benches::{BLOCK, manifest, recording};
+use dormouse_benches::{BLOCK, cpu_time, manifest, median, recording};
 use dormouse_storage::{
     Backend, BlockSize, ByteCount, CreateOptions, GuestMemory, ImageWriter, Layout, Progress, Run,
 };
 use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
-use rustix::time::{ClockId, clock_gettime};
 use tempfile::TempDir;
 
 struct Arguments {
@@ -225,17 +224,4 @@ fn fio(arguments: &Arguments) -> Option<f64> {
     let _ = fs::remove_file(&file);
     let told: serde_json::Value = serde_json::from_slice(&output.stdout).ok()?;
     told["jobs"][0]["write"]["bw_bytes"].as_f64()
-}
-
-fn cpu_time() -> Duration {
-    let time = clock_gettime(ClockId::ProcessCPUTime);
-    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
-}
-
-fn median(figures: &mut [f64]) -> f64 {
-    figures.sort_unstable_by(f64::total_cmp);
-    match figures {
-        [] => f64::NAN,
-        figures => figures[figures.len() / 2],
-    }
 }

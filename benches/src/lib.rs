@@ -1,8 +1,11 @@
 //! Benches of the paths that decide the pause; they live in `benches/`, one file per path. Here is what they share: a
 //! machine that has nothing but RAM.
 
+use std::time::Duration;
+
 use dormouse_storage::image::manifest::{Guest, GuestState, Manifest, Qemu};
 use dormouse_storage::{ByteCount, Recording};
+use rustix::time::{ClockId, clock_gettime};
 
 /// Name of its one RAM block.
 pub const BLOCK: &str = "pc.ram";
@@ -19,6 +22,21 @@ pub fn recording(length: ByteCount) -> Recording {
     stream.extend(end_of_section);
     stream.extend(b"\x04device state\0\x06\0\0\0\x02{}");
     Recording::parse(&stream).expect("a stream")
+}
+
+/// CPU time of this process so far.
+pub fn cpu_time() -> Duration {
+    let time = clock_gettime(ClockId::ProcessCPUTime);
+    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
+}
+
+/// The figure in the middle; they are sorted by this.
+pub fn median(figures: &mut [f64]) -> f64 {
+    figures.sort_unstable_by(f64::total_cmp);
+    match figures {
+        [] => f64::NAN,
+        figures => figures[figures.len() / 2],
+    }
 }
 
 /// What is known of it.

@@ -47,14 +47,14 @@ fn an_image_that_holds_a_guest_is_not_overwritten() {
         .unwrap()
         .set_len(DISK_BYTES)
         .unwrap();
-    let moving = MovingGuest::start(QemuBuild::V10_0, &[]);
+    let moving = MovingGuest::start(QemuBuild::V10_0);
     let refused = moving.moves_to(&image, ",format=raw", &[]).expect_exit(REFUSED);
     expect_untouched(&moving, &refused, "image of VM sleeper");
 }
 
 #[test]
 fn what_the_guests_own_disk_lies_on_is_no_target_and_neither_is_what_lies_on_it() {
-    let moving = MovingGuest::start(QemuBuild::V10_0, &[]);
+    let moving = MovingGuest::start(QemuBuild::V10_0);
     let over_the_disk = LoopDevice::over(moving.guest.disk());
     let refused = moving
         .moves_to(over_the_disk.path(), "", &[])
@@ -95,7 +95,7 @@ fn a_file_that_is_another_to_qemu_is_not_written() {
             .unwrap();
     }
     env::set_current_dir(&its).unwrap();
-    let moving = MovingGuest::start(QemuBuild::V10_0, &[]);
+    let moving = MovingGuest::start(QemuBuild::V10_0);
     env::set_current_dir(&ours).unwrap();
     let refused = moving
         .moves_to(Path::new("/proc/self/cwd/volume"), "", &[])

@@ -47,9 +47,6 @@ pub async fn recover(
     }
     let (mut worst, unsettled) = wakes::recover(wakes, state, &wanted, report).await;
     let fill = (arguments.key.read()?, arguments.rate_limit);
-    let mut fed = feeds::look(state, &wanted);
-    fed.retain(|fed| !fed.is_of_any(&unsettled));
-    worst = worst.max(feeds::recover(fed, &wanted, fill, report).await);
     for found in all {
         match one(found, state, &wanted).await {
             Ok(Some(recovered)) => report.result(&recovered, &describe(&recovered)),
@@ -61,6 +58,10 @@ pub async fn recover(
         }
     }
     worst = worst.max(volumes::recover(moves, &wanted, report).await);
+    // Last, because it may take long.
+    let mut fed = feeds::look(state, &wanted);
+    fed.retain(|fed| !fed.is_of_any(&unsettled));
+    worst = worst.max(feeds::recover(fed, !matches!(wanted, Wanted::All), fill, report).await);
     Ok(worst.map_or(ExitCode::SUCCESS, |code| ExitCode::from(code.exit_code())))
 }
 

@@ -30,6 +30,7 @@ mod codec;
 mod compression;
 mod contents;
 pub(crate) mod error;
+mod fill;
 mod interrupted;
 mod key;
 mod layout;

@@ -16,7 +16,7 @@ use uuid::Uuid;
 use super::chunks::{Chunk, ChunkContent, ChunkTable, Form, Stored, TableForm};
 use super::cipher::Cipher;
 use super::codec::{DecodeError, Unpacker};
-use super::error::{Corruption, ImageError, Mismatch, TornBecause};
+use super::error::{Corruption, ImageError, TornBecause};
 use super::key::ImageKey;
 use super::layout::{BlockPlacement, Layout};
 use super::manifest::Manifest;
@@ -28,11 +28,10 @@ use super::state::ImageState;
 use super::superblock::{
     Area, COPY_BYTES, COPY_OFFSETS, FORMAT_1, FORMAT_VERSION, Superblock, Superblocks, WakeNote,
 };
-use super::workers::for_each_chunk;
-use crate::memory::{MemoryError, PAGE_BYTES};
+use crate::memory::PAGE_BYTES;
 use crate::sys::DirectFile;
 use crate::volume::{Published, allocated, leads_to, length_of, open_held, remove, sync_name};
-use crate::{ByteCount, MemoryFile, Recording, Run};
+use crate::{ByteCount, Recording};
 
 /// What an image holds and takes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -271,63 +270,6 @@ impl Image {
     /// Reads pages in any order.
     pub fn random(&self) -> RandomReader<'_> {
         RandomReader::of(self)
-    }
-
-    /// Fills the RAM of a guest to be woken: blocking, with as many threads as `run` says. Zero
-    /// chunks are left holes.
-    ///
-    /// A chunk reaches the RAM only after its checksum was found right. When this fails, what was
-    /// filled so far stays.
-    ///
-    /// # Errors
-    ///
-    /// [`ImageError::Corrupt`] names the first bad chunk; [`ImageError::Mismatch`] if there is no
-    /// such block or its length is another; [`ImageError::Memory`] if the RAM's file has no room;
-    /// [`ImageError::Cancelled`]; [`ImageError::Io`].
-    pub fn fill(&self, block: &str, into: &MemoryFile, run: &Run<'_>) -> Result<(), ImageError> {
-        let mismatch = |mismatch| ImageError::Mismatch {
-            block: block.to_owned(),
-            mismatch,
-        };
-        let index = self
-            .layout()
-            .index_of(block)
-            .ok_or_else(|| mismatch(Mismatch::Unknown))?;
-        let planned = self.layout().blocks()[index].length;
-        if planned != into.length() {
-            return Err(mismatch(Mismatch::Length {
-                planned,
-                found: into.length(),
-            }));
-        }
-        let count = self.table.chunks[index].len();
-        for_each_chunk(
-            run,
-            count,
-            || self.unpacker(),
-            |unpacker, chunk| {
-                let (content, start) = self.read_chunk(index, chunk, unpacker)?;
-                let length = self.table.chunks[index][chunk].length;
-                let filled = match content {
-                    // Copied while it is in cache: cheaper than faulting a mapping in and reading
-                    // into it, and a bad chunk never gets there.
-                    Some(bytes) => into.file().write_all_at(bytes, start),
-                    None => into.clear(start, length.into()),
-                };
-                filled.map_err(|source| {
-                    let path = into.path().to_owned();
-                    ImageError::Memory(MemoryError::File {
-                        operation: "fill",
-                        path,
-                        source,
-                    })
-                })?;
-                run.progress.advance(length.into());
-                Ok(())
-            },
-            |_| Ok(()),
-        )?;
-        Ok(())
     }
 
     /// The open image with its lock: it is held as long as anybody has this, whatever becomes of us.
@@ -576,8 +518,20 @@ impl Image {
         // Whole units, so that it can be read past the cache; a chunk's place is made of them.
         let whole = length.next_multiple_of(PAGE_BYTES as usize);
         self.read_raw(&mut unpacker.stored[..whole], placement.offset + start)?;
-        let found = crc32fast::hash(&unpacker.stored[..length]);
+        self.check_sum(block, chunk, stored, &unpacker.stored[..length])
+    }
+
+    /// Compares what was read for a chunk with its checksum.
+    pub(super) fn check_sum(
+        &self,
+        block: usize,
+        chunk: usize,
+        stored: &Stored,
+        bytes: &[u8],
+    ) -> Result<(), ImageError> {
+        let found = crc32fast::hash(bytes);
         if found != stored.crc32 {
+            let (placement, _, start) = self.chunk(block, chunk);
             let source = Corruption::Chunk {
                 block: placement.name.clone(),
                 offset: start,

@@ -2,7 +2,7 @@
 
 use std::fs::{File, OpenOptions};
 use std::io;
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{SeekFrom, seek};
@@ -10,6 +10,7 @@ use rustix::io::Errno;
 
 use super::{MemoryError, PAGE_BYTES, check_length};
 use crate::ByteCount;
+use crate::sys::{HUGE_PAGE_BYTES, OwnMapping};
 
 /// How much is looked at in one step when zeros are to be made.
 const CLEARED_AT_ONCE: usize = 64 << 10;
@@ -150,6 +151,23 @@ impl MemoryFile {
 
     pub(crate) fn file(&self) -> &File {
         &self.file
+    }
+
+    /// Whether it is made by us, for nobody else yet, and its file system makes it of huge pages, as tmpfs tells by the
+    /// unit that it likes best.
+    pub(crate) fn is_new_on_huge_pages(&self) -> bool {
+        let unit = self.file.metadata().map(|metadata| metadata.blksize());
+        self.is_new && unit.is_ok_and(|unit| unit >= HUGE_PAGE_BYTES as u64)
+    }
+
+    /// Maps all of it. It has to be new: nobody else has it.
+    pub(crate) fn map_alone(&self) -> Result<OwnMapping, MemoryError> {
+        // The length was checked to fit when the file was made.
+        OwnMapping::of(&self.file, self.length.0 as usize).map_err(|source| MemoryError::File {
+            operation: "map",
+            path: self.path.clone(),
+            source,
+        })
     }
 }
 

@@ -8,6 +8,7 @@ mod aligned;
 pub(crate) mod block_device;
 mod direct;
 mod mapping;
+mod own_mapping;
 mod paged;
 pub(crate) mod probe;
 pub(crate) mod uring;
@@ -16,6 +17,7 @@ mod writeback;
 pub(crate) use aligned::{AlignedBuf, HUGE_PAGE_BYTES};
 pub(crate) use direct::DirectFile;
 pub(crate) use mapping::Mapping;
+pub(crate) use own_mapping::OwnMapping;
 pub(crate) use paged::PagedBuf;
 
 /// What O_DIRECT asks of memory addresses, file offsets and lengths at most on the devices of

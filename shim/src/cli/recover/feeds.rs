@@ -8,6 +8,7 @@ use std::time::Duration;
 use dormouse_storage::{ByteCount, ImageKey};
 use serde_json::json;
 use tokio::sync::oneshot;
+use tokio::task::JoinSet;
 use uuid::Uuid;
 
 use super::Wanted;
@@ -61,16 +62,35 @@ pub(super) fn look(state: &StateDir, wanted: &Wanted) -> Vec<Fed> {
     found
 }
 
-/// Feeds each to its end. Returns the worst that came of it.
+/// Feeds each to its end, all at once: their guests stand still meanwhile. Returns the worst that came of it.
 pub(super) async fn recover(
     found: Vec<Fed>,
-    wanted: &Wanted,
+    is_asked_for: bool,
     (key, rate_limit): (Option<ImageKey>, Option<ByteCount>),
     report: &Report,
 ) -> Option<Code> {
-    let mut worst = None;
+    let mut feeds = JoinSet::new();
     for fed in found {
-        if let Err(failure) = one(&fed, wanted, (key.clone(), rate_limit), report).await {
+        let (key, report) = (key.clone(), report.clone());
+        feeds.spawn(async move {
+            let ended = one(&fed, is_asked_for, (key, rate_limit), &report).await;
+            (fed, ended)
+        });
+    }
+    let mut worst = None;
+    while let Some(ended) = feeds.join_next().await {
+        let (fed, ended) = match ended {
+            Ok(ended) => ended,
+            Err(error) => {
+                report.failure(&Failure::new(
+                    Code::Internal,
+                    format!("a feed ended in panic: {error}"),
+                ));
+                worst = worst.max(Some(Code::Internal));
+                continue;
+            }
+        };
+        if let Err(failure) = ended {
             let doing = format!("{}: its memory still comes from its image", fed.name);
             let failure: Failure = failure.while_doing(&doing);
             report.failure(&failure);
@@ -82,7 +102,7 @@ pub(super) async fn recover(
 
 async fn one(
     fed: &Fed,
-    wanted: &Wanted,
+    is_asked_for: bool,
     (key, rate_limit): (Option<ImageKey>, Option<ByteCount>),
     report: &Report,
 ) -> Result<(), Failure> {
@@ -105,7 +125,7 @@ async fn one(
         ),
         FeedOutcome::WasComplete => (0, format!("{name}: the guest had all of its memory from {image}")),
         // Nothing is wrong with it, so only who asks for it by name is told.
-        FeedOutcome::UnderWay(_) if matches!(wanted, Wanted::All) => return Ok(()),
+        FeedOutcome::UnderWay(_) if !is_asked_for => return Ok(()),
         FeedOutcome::UnderWay(failure) => return Err(failure),
     };
     report.result(

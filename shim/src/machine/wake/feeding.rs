@@ -71,8 +71,8 @@ impl FeedRecord {
             qemu: ProcessIdentity::of(pid).ok_or_else(gone)?,
             monitor: monitor.to_owned(),
             keep_image,
-            shall_run: false,
             passes_zeros,
+            shall_run: false,
         })
     }
 

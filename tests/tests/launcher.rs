@@ -151,7 +151,13 @@ fn expect_refused(launcher: &mut Launcher<'_>, image: &Path, scene: &Scene, word
 
 /// The printed arguments with each `from` replaced.
 fn changed(arguments: &[String], from: &str, to: &str) -> Vec<String> {
-    let changed: Vec<String> = arguments.iter().map(|word| word.replace(from, to)).collect();
+    // A whole option, or a part of anything: a path may have an option in it by chance.
+    let change = |word: &String| match from.starts_with('-') {
+        true if word == from => to.to_owned(),
+        true => word.clone(),
+        false => word.replace(from, to),
+    };
+    let changed: Vec<String> = arguments.iter().map(change).collect();
     assert_ne!(changed, arguments, "there is no {from:?}");
     changed
 }

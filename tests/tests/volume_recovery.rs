@@ -10,6 +10,7 @@ use dormouse_tests::{Dormouse, Guest, Lab, PlainQemu, QemuBuild, SectorWriter, f
 use rustix::process::Pid;
 use serde_json::{Value, json};
 
+const REFUSED: i32 = 3;
 const UNREACHABLE: i32 = 4;
 const NEEDS_AN_OPERATOR: i32 = 10;
 
@@ -96,6 +97,24 @@ fn names(outcome: &Value, file: &Path) -> bool {
     remarks
         .iter()
         .any(|remark| remark.as_str().unwrap().contains(&file.display().to_string()))
+}
+
+#[test]
+fn a_guest_whose_move_was_interrupted_is_not_saved_before_that_is_over() {
+    let moving = Moving::start();
+    moving.interrupted();
+    let (socket, image) = (moving.guest.monitor_socket(), moving.lab.path("guest.image"));
+    let refused = moving
+        .dormouse
+        .hibernate_by_monitor(socket, &image)
+        .expect_exit(REFUSED);
+    let message = refused.result()["error"]["message"].to_string();
+    assert!(message.contains("dormouse recover"), "{message}");
+    moving.dormouse.recover(&[]).expect_success();
+    moving
+        .dormouse
+        .hibernate_by_monitor(socket, &image)
+        .expect_success();
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! `dormouse recover`: ends what was interrupted.
 
 mod feeds;
-mod volumes;
+pub mod volumes;
 pub mod wakes;
 
 use std::path::{Path, PathBuf};

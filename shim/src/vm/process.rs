@@ -5,6 +5,7 @@ use std::fmt::Display;
 use std::fs;
 use std::io::{self, IsTerminal};
 use std::os::fd::OwnedFd;
+use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::process::{ExitStatus, Stdio};
 use std::time::Duration;
@@ -261,9 +262,24 @@ pub fn has_open(pid: u32, path: &Path) -> bool {
         .any(|descriptor| overlap(path, &descriptor.path()))
 }
 
+/// Refuses a device that the memory of a guest lies on, whichever that is: writing to it changes that guest's memory.
+pub fn check_not_mapped(target: &Path) -> Result<(), Failure> {
+    let is_device = fs::metadata(target).is_ok_and(|found| found.file_type().is_block_device());
+    match is_device.then(|| who_maps(target)).flatten() {
+        None => Ok(()),
+        Some(pid) => Err(Failure::new(
+            Code::Refused,
+            format!(
+                "process {pid} has {} mapped: a guest was woken from it, and its memory is there as long as it runs",
+                target.display()
+            ),
+        )),
+    }
+}
+
 /// A process that has the device at `path` mapped into its memory, as a guest that was woken from it may: such a mapping is no
 /// claim on the device. Processes that may not be looked into are not seen.
-pub fn who_maps(path: &Path) -> Option<u32> {
+fn who_maps(path: &Path) -> Option<u32> {
     let device = FileIdentity::at(path)?;
     let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
     processes

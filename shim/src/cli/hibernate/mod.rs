@@ -15,7 +15,7 @@ use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::Instant;
 use uuid::Uuid;
 
-use super::recover::wakes;
+use super::recover::{volumes, wakes};
 use super::report::{Progress, Report};
 use super::{HibernateArguments, HibernateMode, SaveArguments, TermArguments};
 use crate::api::client::Supervisor;
@@ -378,6 +378,7 @@ pub(super) async fn attach(
     // What was waited for the monitor is not waited again for the image.
     limits.lock = limits.lock.saturating_sub(begun.elapsed());
     wakes::check_over(client.peer_pid(), state)?;
+    volumes::check_over(client.peer_pid(), state)?;
     let (vm_name, record) = known_of(socket, client.peer_pid());
     // The command line that its process shows names the disks that it was started with.
     let foreign = || {

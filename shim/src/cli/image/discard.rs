@@ -12,7 +12,7 @@ use serde_json::json;
 use super::age::{age_of, told};
 use crate::cli::report::Report;
 use crate::error::{Code, Failure, sentence};
-use crate::machine::hibernate::plan::check_not_mapped;
+use crate::vm::process::check_not_mapped;
 
 /// A removal.
 #[derive(Debug, Args)]

@@ -14,7 +14,7 @@ use crate::machine::volume::record::Record;
 use crate::supervisor::state_dir::StateDir;
 
 /// The moves that are meant.
-pub fn look(state: &StateDir, wanted: &Wanted) -> Result<Vec<Found<Record>>, Failure> {
+pub(super) fn look(state: &StateDir, wanted: &Wanted) -> Result<Vec<Found<Record>>, Failure> {
     let folder = state.moves();
     let found = journal::find_all::<Record>(&folder).map_err(|error| {
         Failure::new(
@@ -36,7 +36,7 @@ fn takes(wanted: &Wanted, record: &Record) -> bool {
 }
 
 /// Brings each to its end and tells which. Returns the worst that came of it.
-pub async fn recover(moves: Vec<Found<Record>>, wanted: &Wanted, report: &Report) -> Option<Code> {
+pub(super) async fn recover(moves: Vec<Found<Record>>, wanted: &Wanted, report: &Report) -> Option<Code> {
     let mut worst = None;
     for found in moves {
         let failure = match found {
@@ -88,15 +88,7 @@ pub async fn sweep(name: &str, state: &StateDir) -> Result<(), Failure> {
     for found in found {
         match found {
             Found::Interrupted(journal) if journal.record().qemu.is_alive() => {
-                let record = journal.record();
-                return Err(Failure::new(
-                    Code::Refused,
-                    format!(
-                        "the {} was interrupted, and QEMU's process {} is still there: `dormouse recover` ends that first",
-                        title(record),
-                        record.qemu.pid
-                    ),
-                ));
+                return Err(interrupted(journal.record()));
             }
             Found::Interrupted(journal) => {
                 let title = title(journal.record());
@@ -119,6 +111,34 @@ pub async fn sweep(name: &str, state: &StateDir) -> Result<(), Failure> {
         }
     }
     Ok(())
+}
+
+/// A guest whose move of volumes was interrupted is not saved before that is over: which disks it has is not settled.
+pub fn check_over(pid: Option<u32>, state: &StateDir) -> Result<(), Failure> {
+    for found in look(state, &Wanted::All)? {
+        match found {
+            Found::Interrupted(journal) => {
+                let record = journal.record();
+                if Some(record.qemu.pid) == pid && record.qemu.is_alive() {
+                    return Err(interrupted(record));
+                }
+            }
+            Found::UnderWay(_) => {}
+            Found::Unreadable { path, why } => return Err(unreadable(&path, &why)),
+        }
+    }
+    Ok(())
+}
+
+fn interrupted(record: &Record) -> Failure {
+    Failure::new(
+        Code::Refused,
+        format!(
+            "the {} was interrupted, and QEMU's process {} is still there: `dormouse recover` ends that first",
+            title(record),
+            record.qemu.pid
+        ),
+    )
 }
 
 /// Whether a record that cannot be read may be of this VM: it is of none that it does not name.

@@ -154,7 +154,7 @@ async fn examine(client: &Client, request: &Request, running: bool) -> Result<Pl
             ),
         ));
     }
-    check_not_mapped(&request.target)?;
+    process::check_not_mapped(&request.target)?;
     let layout =
         Layout::plan(&memory.blocks).map_err(|error| Failure::new(Code::Refused, sentence(&error)))?;
     let machine = machine_property(client, "type").await?.unwrap_or_default();
@@ -254,23 +254,6 @@ fn check_target(target: &Path, replace: bool) -> Result<(), Failure> {
             format!("{} exists", target.display()),
         )),
         _ => Ok(()),
-    }
-}
-
-/// Refuses a device that the memory of a guest lies on, whichever that is: writing to it changes that guest's memory.
-pub fn check_not_mapped(target: &Path) -> Result<(), Failure> {
-    match is_block_device(target)
-        .then(|| process::who_maps(target))
-        .flatten()
-    {
-        None => Ok(()),
-        Some(pid) => Err(Failure::new(
-            Code::Refused,
-            format!(
-                "process {pid} has {} mapped: a guest was woken from it, and its memory is there as long as it runs",
-                target.display()
-            ),
-        )),
     }
 }
 

@@ -16,6 +16,7 @@ use serde::{Deserialize, Serialize};
 use super::{Format, Wish};
 use crate::error::{Code, Failure};
 use crate::vm::file_identity::FileIdentity;
+use crate::vm::process::check_not_mapped;
 
 /// QEMU locks bytes from 100 to 300 of an image: permissions in use, and permissions not shared.
 const QEMU_LOCK_BYTES: std::ops::Range<u64> = 100..300;
@@ -280,7 +281,7 @@ fn check_no_guest(path: &Path) -> Result<(), Failure> {
     }
     match Image::open_locked(path) {
         Err(error @ ImageError::Locked { .. }) => refused(&error),
-        _ => Ok(()),
+        _ => check_not_mapped(path),
     }
 }
 

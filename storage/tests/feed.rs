@@ -421,6 +421,40 @@ fn what_storage_does_not_give_is_asked_for_until_it_does() {
     assert!(memory.ram() == laboratory.ram);
 }
 
+/// Somebody else's request brought the chunk in the meantime.
+#[test]
+fn what_came_by_another_request_is_not_told_as_missing_any_more() {
+    let laboratory = Laboratory::new();
+    let image = laboratory.image();
+    let ram = image.layout().block("pc.ram").unwrap().offset;
+    let whole = std::fs::read(laboratory.target()).unwrap();
+    let (mut loader, feeding, told) = Loader::begin(&image, &["pc.ram"], small_pages);
+    let (mut memory, _) = loader.read_head();
+    let file = std::fs::File::options()
+        .write(true)
+        .open(laboratory.target())
+        .unwrap();
+    file.set_len(ram + MIB).unwrap();
+    loader.ask("pc.ram", 2 * MIB, PAGE as u32);
+    until("the storage to fail", || !told.damage().is_empty());
+    std::os::unix::fs::FileExt::write_all_at(&file, &whole, 0).unwrap();
+    loader.ask("pc.ram", 2 * MIB + PAGE as u64, PAGE as u32);
+    // Its neighbour, which was asked for first, comes in the same breath.
+    let neighbour = ("pc.ram".to_owned(), 2 * MIB);
+    while !memory.pages.contains_key(&neighbour) {
+        match loader.next() {
+            Piece::Page(block, offset, content) => memory.put(&block, offset, content),
+            other => panic!("{other:?}"),
+        }
+    }
+    told.release();
+    loader.read_to_end(&mut memory);
+    until("the damage to be mended", || told.damage().is_empty());
+    loader.say(1, &0_u32.to_be_bytes());
+    feeding.join().unwrap().unwrap();
+    assert!(memory.ram() == laboratory.ram);
+}
+
 #[test]
 fn after_an_interruption_only_what_qemu_has_not_comes() {
     let laboratory = Laboratory::new();

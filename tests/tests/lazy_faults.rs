@@ -3,6 +3,8 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on has failed")]
 
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use dormouse_tests::{BootSectorGuest, Guest, QemuBuild, Scene, Supervisor, faults, until};
@@ -13,6 +15,9 @@ const UNREACHABLE: i32 = 4;
 const IMAGE_INVALID: i32 = 8;
 
 const BUILDS: [QemuBuild; 3] = [QemuBuild::V7_2, QemuBuild::V10_0, QemuBuild::V11_1];
+
+/// Both copies of what says in which state the image is.
+const STATE_BYTES: usize = 8192;
 
 /// So slow that there is a middle: the guest holds 17 MiB.
 const SLOWLY: [&str; 4] = ["--mode", "lazy", "--rate-limit", "2M"];
@@ -112,6 +117,99 @@ fn stands_at(scene: &Scene) -> usize {
         };
         (last.1 == 100).then_some(ticks)
     })
+}
+
+#[test]
+fn storage_that_fails_for_a_while_is_waited_for_and_the_guest_gets_all_of_its_memory() {
+    for build in BUILDS {
+        let scene = Scene::new(build);
+        let image = paused_and_hibernated(&scene);
+        let whole = fs::read(&image).unwrap();
+        let options = [&SLOWLY[..], &["--keep-image"]].concat();
+        let _woken = scene.dormouse.wake("guest", &image, &options);
+        scene.wait_for_fed_share(0.1);
+        let file = File::options().write(true).open(&image).unwrap();
+        file.set_len(STATE_BYTES as u64).unwrap();
+        let failing = until("storage to fail", || {
+            scene.feed().filter(|feed| feed["state"] == "damaged")
+        });
+        for chunk in failing["damaged"].as_array().unwrap() {
+            assert_eq!(chunk["may_come"], true, "{failing}");
+        }
+        assert_eq!(failing["error"]["code"], "storage-io", "{failing}");
+        let saved = scene.dormouse.hibernate("guest", &scene.lab.path("other.image"));
+        let saved = saved.expect_exit(REFUSED);
+        assert!(saved.stdout.contains("asked again"), "{saved:#?}");
+        // It needs what is not there.
+        scene.guest.monitor().cont();
+        let stands_at = stands_at(&scene);
+        file.write_all_at(&whole[STATE_BYTES..], STATE_BYTES as u64)
+            .unwrap();
+        let complete = until("all memory to be fed", || {
+            scene.feed().filter(|feed| feed["state"] == "complete")
+        });
+        assert_eq!(complete["damaged"], json!([]), "{complete}");
+        scene.guest.wait_for_more_ticks();
+        assert!(scene.guest.counters().len() > stands_at);
+        expect_whole_memory(&scene);
+        until("the image to be used up", || {
+            (scene.image_state() == "consumed").then_some(())
+        });
+    }
+}
+
+/// It asks for nothing until it is told to run.
+fn paused_and_hibernated(scene: &Scene) -> PathBuf {
+    let mut supervisor = scene.run();
+    scene.guest.monitor().stop();
+    let image = scene.image();
+    scene.dormouse.hibernate("guest", &image).expect_success();
+    supervisor.wait_for_end();
+    image
+}
+
+fn expect_whole_memory(scene: &Scene) {
+    let Scene { guest, lab, .. } = scene;
+    let mut monitor = guest.monitor();
+    monitor.stop();
+    let memory = monitor.memory(guest.ram_bytes(), &lab.path("memory"));
+    assert_eq!(BootSectorGuest::pattern_faults(&memory), Vec::<usize>::new());
+    monitor.cont();
+}
+
+#[test]
+fn a_recovery_ends_with_a_bad_chunk_and_goes_on_once_that_is_mended() {
+    for build in BUILDS {
+        let scene = Scene::new(build);
+        let image = scene.hibernated();
+        let landmark = faults::find(&image, &BootSectorGuest::landmark());
+        faults::flip(&image, landmark);
+        let mut woken = scene
+            .dormouse
+            .wake("guest", &image, &["--mode", "lazy", "--keep-image"]);
+        until("the bad chunk to be seen", || {
+            scene.feed().filter(|feed| feed["state"] == "damaged")
+        });
+        woken.kill();
+        for arguments in [&[][..], &["guest"]] {
+            let told = scene
+                .dormouse
+                .recover(arguments)
+                .expect_exit(IMAGE_INVALID)
+                .stdout;
+            assert!(told.contains("CRC-32") && told.contains("is kept"), "{told}");
+            assert_eq!(scene.image_state(), "waking");
+        }
+        // QEMU waits with all that it has.
+        let stands_at = stands_at(&scene);
+        faults::flip(&image, landmark);
+        let recovered = scene.dormouse.recover(&[]).expect_success().result();
+        assert_eq!(recovered["result"], "fed", "{recovered}");
+        scene.guest.wait_for_more_ticks();
+        assert!(scene.guest.counters().len() > stands_at);
+        expect_whole_memory(&scene);
+        assert_eq!(scene.image_state(), "consumed");
+    }
 }
 
 #[test]

@@ -420,12 +420,12 @@ impl Work<'_> {
         let Some(unit) = self.blocks.unit_at(request.block, request.pages.start) else {
             return Ok(());
         };
-        // It went out while the request was on its way.
+        // It went out while the request was on its way, so its unit could be read.
         if self.outlet.is_sent(request.block, request.pages.clone()) {
+            self.is_here(unit);
             return Ok(());
         }
         match self.load(loaded, unit) {
-            Had::Yes if request.pause > ASK_AGAIN => self.came_after_all(unit),
             Had::Yes => {}
             Had::NotYet => {
                 self.try_later(request);
@@ -523,6 +523,7 @@ impl Work<'_> {
     fn load(&self, loaded: &mut Loaded, unit: Unit) -> Had {
         let block = &self.blocks.blocks[unit.block].name;
         let Err((page, error)) = loaded.read(self.image, self.blocks, unit) else {
+            self.is_here(unit);
             return Had::Yes;
         };
         let may_come = matches!(error, ImageError::Io { .. });
@@ -551,13 +552,14 @@ impl Work<'_> {
         self.requested.notify_one();
     }
 
-    /// Storage gave what it had not given.
-    fn came_after_all(&self, unit: Unit) {
+    /// Storage gave it, which it may not have done before, to whoever asked.
+    fn is_here(&self, unit: Unit) {
         let pages = unit.first_page..unit.first_page + unit.pages;
         let offsets = bytes_of(pages.start)..bytes_of(pages.end);
         let block = &self.blocks.blocks[unit.block].name;
-        tracing::info!(block, ?offsets, "memory that could not be had has come after all");
-        self.told.mended(block, offsets);
+        if self.told.mended(block, &offsets) {
+            tracing::info!(block, ?offsets, "memory that could not be had has come after all");
+        }
     }
 
     fn batch_pages(&self, unit: Unit) -> usize {

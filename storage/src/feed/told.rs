@@ -145,10 +145,12 @@ impl Told {
         }
     }
 
-    /// A chunk came that could not be had before.
-    pub(super) fn mended(&self, block: &str, offsets: Range<u64>) {
-        self.damages()
-            .retain(|known| known.block != block || !offsets.contains(&known.offset));
+    /// What is there could be had; whether it could not before.
+    pub(super) fn mended(&self, block: &str, offsets: &Range<u64>) -> bool {
+        let mut damages = self.damages();
+        let before = damages.len();
+        damages.retain(|known| known.block != block || !offsets.contains(&known.offset));
+        damages.len() < before
     }
 
     fn damages(&self) -> std::sync::MutexGuard<'_, Vec<Damage>> {

@@ -582,6 +582,11 @@ mod tests {
                 chunk_bytes: 1000,
                 ..good.clone()
             },
+            // Whoever looks for the chunks of a larger page counts on a power of two.
+            Superblock {
+                chunk_bytes: 3 * 4096,
+                ..good.clone()
+            },
         ] {
             assert!(bad.check().is_err(), "{bad:?}");
         }

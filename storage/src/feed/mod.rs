@@ -501,6 +501,8 @@ impl Work<'_> {
                         heard: None,
                         pause: ASK_AGAIN,
                     });
+                    // Else all that is left of a large image would fail at once.
+                    thread::park_timeout(ASK_AGAIN);
                     continue;
                 }
                 Had::Never => continue,

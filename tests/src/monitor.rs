@@ -37,8 +37,7 @@ impl Monitor {
     ///
     /// When QEMU answers with an error, not at all, or ends.
     pub fn execute(&mut self, command: &str, arguments: Value) -> Value {
-        let line = json!({ "execute": command, "arguments": arguments });
-        writeln!(self.stream.get_mut(), "{line}").expect("QEMU reads its monitor");
+        self.write(&json!({ "execute": command, "arguments": arguments }));
         loop {
             let mut message = self.read();
             if let Some(error) = message.get("error") {
@@ -53,9 +52,14 @@ impl Monitor {
 
     /// Runs one command and waits until QEMU has told of `event`.
     pub fn execute_until(&mut self, command: &str, event: &str) {
-        let line = json!({ "execute": command });
-        writeln!(self.stream.get_mut(), "{line}").expect("QEMU reads its monitor");
+        self.write(&json!({ "execute": command }));
         while self.read()["event"] != event {}
+    }
+
+    /// In one piece: QEMU acts on a command when its last brace is there, and may be gone before more comes.
+    fn write(&mut self, command: &Value) {
+        let written = self.stream.get_mut().write_all(format!("{command}\n").as_bytes());
+        written.expect("QEMU reads its monitor");
     }
 
     /// QEMU's run state, such as `running` or `paused`.

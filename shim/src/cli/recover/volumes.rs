@@ -5,23 +5,17 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use super::{SECOND_LOOK, Wanted, is_under_way};
+use super::{SECOND_LOOK, Wanted, is_under_way, records};
 use crate::cli::report::Report;
 use crate::error::{Code, Failure};
-use crate::journal::{self, Found};
+use crate::journal::Found;
 use crate::machine::recover::volumes::{MoveOutcome, RecoveredMove, recover as recover_one};
 use crate::machine::volume::record::Record;
 use crate::supervisor::state_dir::StateDir;
 
 /// The moves that are meant.
 pub(super) fn look(state: &StateDir, wanted: &Wanted) -> Result<Vec<Found<Record>>, Failure> {
-    let folder = state.moves();
-    let found = journal::find_all::<Record>(&folder).map_err(|error| {
-        Failure::new(
-            Code::Usage,
-            format!("cannot look into {}: {error}", folder.display()),
-        )
-    })?;
+    let found = records::<Record>(&state.moves())?;
     let is_wanted = |found: &Found<Record>| match found {
         Found::Interrupted(journal) => takes(wanted, journal.record()),
         Found::UnderWay(record) => takes(wanted, record),

@@ -12,13 +12,7 @@ use crate::supervisor::state_dir::StateDir;
 
 /// The wakes that are meant.
 pub(super) fn look(state: &StateDir, wanted: &Wanted) -> Result<Vec<Found<Record>>, Failure> {
-    let folder = state.wakes();
-    let found = journal::find_all::<Record>(&folder).map_err(|error| {
-        Failure::new(
-            Code::Usage,
-            format!("cannot look into {}: {error}", folder.display()),
-        )
-    })?;
+    let found = records::<Record>(&state.wakes())?;
     let is_wanted = |found: &Found<Record>| match found {
         Found::Interrupted(journal) => takes(wanted, journal.record()),
         Found::UnderWay(record) => takes(wanted, record),
@@ -70,14 +64,7 @@ pub(super) async fn recover(
             Found::UnderWay(record) => {
                 Failure::new(Code::Refused, format!("{}: it is under way", title(&record)))
             }
-            Found::Unreadable { path, why } => Failure::new(
-                Code::Operator,
-                format!(
-                    "the record {} cannot be read: {why}; look at its guest's QEMU and image, end what has to end, and remove \
-                     the record",
-                    path.display()
-                ),
-            ),
+            Found::Unreadable { path, why } => unreadable(&path, &why),
         };
         report.failure(&failure);
         worst = worst.max(Some(failure.code));

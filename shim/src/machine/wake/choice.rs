@@ -56,7 +56,7 @@ pub fn choose(wanted: Option<Mode>, facts: &Facts<'_>) -> Result<Choice, Failure
     for mode in WAYS {
         match facts.against(mode) {
             None => return Ok(Choice { mode, passed_over }),
-            Some(why) => passed_over.push(format!("not by {}: {why}", name(mode))),
+            Some(why) => passed_over.push(format!("not by {}: {why}", mode.name())),
         }
     }
     // Nothing is against the last way.
@@ -108,21 +108,12 @@ impl Facts<'_> {
         let others: Vec<String> = WAYS
             .into_iter()
             .filter(|other| *other != mode && self.against(*other).is_none())
-            .map(|other| format!("--mode {}", name(other)))
+            .map(|other| format!("--mode {}", other.name()))
             .collect();
         Failure::new(
             Code::Refused,
             format!("{what}: {why}; use {}", others.join(" or ")),
         )
-    }
-}
-
-fn name(mode: Mode) -> &'static str {
-    match mode {
-        Mode::Map => "map",
-        Mode::Lazy => "lazy",
-        Mode::Eager => "eager",
-        Mode::Stream => "stream",
     }
 }
 

@@ -67,6 +67,18 @@ pub enum Mode {
     Stream,
 }
 
+impl Mode {
+    /// What it is called, as on the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Map => "map",
+            Self::Lazy => "lazy",
+            Self::Eager => "eager",
+            Self::Stream => "stream",
+        }
+    }
+}
+
 /// What came of it.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Report {

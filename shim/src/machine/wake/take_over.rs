@@ -387,19 +387,7 @@ fn choose(homes: &[(String, Home)], wanted: Option<Mode>) -> Result<Mode, Failur
     };
     match differing(mode) {
         None => Ok(mode),
-        Some(why) => Err(refused(format!(
-            "RAM cannot come back by {}: {why}",
-            name_of(mode)
-        ))),
-    }
-}
-
-fn name_of(mode: Mode) -> &'static str {
-    match mode {
-        Mode::Map => "map",
-        Mode::Lazy => "lazy",
-        Mode::Eager => "eager",
-        Mode::Stream => "stream",
+        Some(why) => Err(refused(format!("RAM cannot come back by {}: {why}", mode.name()))),
     }
 }
 

@@ -381,20 +381,26 @@ fn a_feed_that_goes_on_ends_when_only_a_bad_chunk_is_left() {
     );
 }
 
-/// Storage loses the end of the image for a while: what cannot be read then is asked for again until it can.
-#[test]
-fn what_storage_does_not_give_is_asked_for_until_it_does() {
-    let laboratory = Laboratory::new();
-    let image = laboratory.image();
+/// Storage gives nothing behind the first chunk of RAM, until what this returns is called.
+fn lose_all_but_the_first_chunk(laboratory: &Laboratory, image: &Image) -> impl FnOnce() + use<> {
     let ram = image.layout().block("pc.ram").unwrap().offset;
     let whole = std::fs::read(laboratory.target()).unwrap();
-    let (mut loader, feeding, told) = Loader::begin(&image, &["pc.ram"], small_pages);
-    let (mut memory, _) = loader.read_head();
     let file = std::fs::File::options()
         .write(true)
         .open(laboratory.target())
         .unwrap();
     file.set_len(ram + MIB).unwrap();
+    move || std::os::unix::fs::FileExt::write_all_at(&file, &whole, 0).unwrap()
+}
+
+/// Storage loses the end of the image for a while: what cannot be read then is asked for again until it can.
+#[test]
+fn what_storage_does_not_give_is_asked_for_until_it_does() {
+    let laboratory = Laboratory::new();
+    let image = laboratory.image();
+    let (mut loader, feeding, told) = Loader::begin(&image, &["pc.ram"], small_pages);
+    let (mut memory, _) = loader.read_head();
+    let give_back = lose_all_but_the_first_chunk(&laboratory, &image);
     // Somebody waits for a page of it, and the rest has its turn.
     loader.ask("pc.ram", 2 * MIB, PAGE as u32);
     until("the storage to fail", || !told.damage().is_empty());
@@ -421,7 +427,7 @@ fn what_storage_does_not_give_is_asked_for_until_it_does() {
         told.damage()
     );
     assert!(!feeding.is_finished());
-    std::os::unix::fs::FileExt::write_all_at(&file, &whole, 0).unwrap();
+    give_back();
     loader.read_to_end(&mut memory);
     assert!(told.damage().is_empty(), "{:?}", told.damage());
     loader.say(1, &0_u32.to_be_bytes());
@@ -434,18 +440,12 @@ fn what_storage_does_not_give_is_asked_for_until_it_does() {
 fn what_came_by_another_request_is_not_told_as_missing_any_more() {
     let laboratory = Laboratory::new();
     let image = laboratory.image();
-    let ram = image.layout().block("pc.ram").unwrap().offset;
-    let whole = std::fs::read(laboratory.target()).unwrap();
     let (mut loader, feeding, told) = Loader::begin(&image, &["pc.ram"], small_pages);
     let (mut memory, _) = loader.read_head();
-    let file = std::fs::File::options()
-        .write(true)
-        .open(laboratory.target())
-        .unwrap();
-    file.set_len(ram + MIB).unwrap();
+    let give_back = lose_all_but_the_first_chunk(&laboratory, &image);
     loader.ask("pc.ram", 2 * MIB, PAGE as u32);
     until("the storage to fail", || !told.damage().is_empty());
-    std::os::unix::fs::FileExt::write_all_at(&file, &whole, 0).unwrap();
+    give_back();
     loader.ask("pc.ram", 2 * MIB + PAGE as u64, PAGE as u32);
     // Its neighbour, which was asked for first, comes in the same breath.
     let neighbour = ("pc.ram".to_owned(), 2 * MIB);
